@@ -1,0 +1,156 @@
+"""The models: plain modules that return logits; each class carries its loss.
+
+A model is built from the shape of one input and the number of classes, and says with `lockstep`
+whether its forward pass is made of Linear layers and elementwise functions alone; such a model
+runs on stacked parameters unchanged (see stacked.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from utils.errors import InputError
+
+
+class Classifier(nn.Module):
+    """Cross-entropy and hits for logits (..., classes) and labels (...)."""
+
+    lockstep = False
+    flat = False  # takes vectors: the data are flattened once, when read
+    block_size = 0  # what `--block_size auto` means: users per block, 0 = one at a time
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy of every sample, shape of y."""
+        flat = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
+        return flat.view(y.shape)
+
+    def correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        """1 where the largest logit is the label's, else 0, shape of y."""
+        return logits.argmax(-1) == y
+
+
+class Mclr(Classifier):
+    """Multinomial logistic regression: one linear layer, features -> classes."""
+
+    lockstep = flat = True
+    block_size = 20
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc1(x)
+
+
+class Dnn(Classifier):
+    """Two linear layers with a ReLU between."""
+
+    lockstep = flat = True
+    block_size = 5
+
+    def __init__(self, features: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(features, hidden)
+        self.fc2 = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask belongs to the minibatch: it is set from outside before the pass.
+
+    A user's mask then depends on (seed, repetition, round, user, step) alone, not on who else
+    trains beside it.
+    """
+
+    def __init__(self, p: float, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.p, self.shape = p, tuple(shape)
+        self.mask: Tensor | None = None
+
+    def draw(self, rows: int, generator: torch.Generator, like: Tensor) -> Tensor:
+        """A mask (rows, *shape): 0 with probability p, else 1 / (1 - p)."""
+        u = torch.rand((rows, *self.shape), generator=generator, device=like.device)
+        return (u >= self.p).to(like.dtype) / (1 - self.p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask if self.training else x
+
+
+class CnnMnist(Classifier):
+    """Two 2x2 convolutions with dropout for one-channel images."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        super().__init__()
+        channels, height, width = shape
+        self.conv1 = nn.Conv2d(channels, 16, 2)
+        self.pool1 = nn.MaxPool2d(2, stride=1)
+        self.dropout1 = Dropout(0.25, (16, height - 2, width - 2))
+        self.conv2 = nn.Conv2d(16, 32, 2)
+        self.pool2 = nn.MaxPool2d(2, stride=1)
+        features = 32 * (height - 4) * (width - 4)
+        self.dropout2 = Dropout(0.5, (features,))
+        self.fc1 = nn.Linear(features, 128)
+        self.fc2 = nn.Linear(128, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout1(self.pool1(F.relu(self.conv1(x))))
+        x = self.pool2(F.relu(self.conv2(x))).flatten(1)
+        return self.fc2(F.relu(self.fc1(self.dropout2(x))))
+
+
+class CnnCifar(Classifier):
+    """Two 5x5 convolutions and three linear layers for colour images."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        super().__init__()
+        channels, height, width = shape
+        self.conv1 = nn.Conv2d(channels, 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        side = [((s - 4) // 2 - 4) // 2 for s in (height, width)]
+        self.fc1 = nn.Linear(16 * side[0] * side[1], 120)
+        self.fc2 = nn.Linear(120, 100)
+        self.fc3 = nn.Linear(100, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2).flatten(1)
+        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
+
+
+def _mclr(shape: Sequence[int], classes: int) -> Classifier:
+    return Mclr(math.prod(shape), classes)
+
+
+def _dnn(shape: Sequence[int], classes: int) -> Classifier:
+    features = math.prod(shape)
+    return Dnn(features, 100 if len(shape) == 3 else 20, classes)
+
+
+def _cnn(shape: Sequence[int], classes: int) -> Classifier:
+    if len(shape) != 3:
+        raise InputError(f"--model cnn: needs images, the data has {shape[0]} plain features")
+    if shape[0] == 1:
+        return CnnMnist(shape, classes)
+    return CnnCifar(shape, classes)
+
+
+MODELS: dict[str, Callable[[Sequence[int], int], Classifier]] = {
+    "mclr": _mclr,
+    "dnn": _dnn,
+    "cnn": _cnn,
+}
+
+
+def build_model(name: str, shape: Sequence[int], classes: int, seed: int) -> Classifier:
+    """The model with the initial parameters that torch's CPU generator gives for `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MODELS[name](shape, classes)

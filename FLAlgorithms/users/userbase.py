@@ -1,0 +1,127 @@
+"""What every user does alike: receive, step through minibatches, take gradients.
+
+A User is a block of users: `block` is () for one user on a plain module and (C,) for C users in
+lockstep on a stacked one. Its tensors are (*block, *shape), its per-user numbers have shape `block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from FLAlgorithms.trainmodel.models import Dropout
+from utils.batches import Batch, Plan, Planner, dropout_generator
+from utils.params import Params, add_, assign_, zeros_like
+
+if TYPE_CHECKING:
+    from utils.config import Config
+
+
+class User:
+    """A block of users; an algorithm adds `train()` and names what it keeps and sends.
+
+    `state`: what survives rounds, {attribute: initial value}, "zeros" or "model".
+    `uploads`: the attributes the server may read. `personal`: names of its personalised models.
+    """
+
+    state: ClassVar[dict[str, str]] = {}
+    uploads: ClassVar[tuple[str, ...]] = ("params",)
+    personal: ClassVar[tuple[str, ...]] = ()
+    draws = 1
+
+    def __init__(self, model: nn.Module, block: tuple, config: Config, planner: Planner) -> None:
+        self.model, self.block, self.config, self.planner = model, block, config, planner
+        self.params: list[Tensor] = list(model.parameters())
+        one = getattr(model, "one", model)
+        self.dropouts = [m for m in one.modules() if isinstance(m, Dropout)]
+
+    def receive(self, ids: list[int], round_number: int, params: Params) -> None:
+        """Become the users `ids` in a round, with the global parameters (*shape)."""
+        self.ids, self.round_number = ids, round_number
+        assign_(self.params, params)
+        self.loss_sum: Tensor | float = 0.0
+        self.active: Tensor | float = 1.0
+
+    def train(self) -> None:
+        """The local work of one round: from the received parameters to what `uploads` names."""
+        raise TypeError(f"{type(self).__name__} has no train()")
+
+    def personalized(self) -> dict[str, Params]:
+        """The personalised models by name, parameters (*block, *shape)."""
+        return {}
+
+    def local_steps(self) -> Iterator[Batch | list[Batch]]:
+        """The round's minibatches: one Batch a step, or a list of `draws` fresh ones.
+
+        Sets `active` for the step and `num_steps`, shape `block`: local steps really taken.
+        """
+        plan = self.planner.local(self.ids, self.block, self.round_number, self.draws)
+        self.num_steps = self.numbers(plan.steps)
+        self.model.train()
+        for step in range(len(plan.rows)):
+            self.active = plan.active_at(step)
+            batches = [self._batch(plan, step, draw) for draw in range(self.draws)]
+            yield batches if self.draws > 1 else batches[0]
+
+    def adaptation_steps(self, *parts: str) -> Iterator[Batch]:
+        """One minibatch from each named part of the user's data; nobody without data is active."""
+        self.model.train()
+        plans = self.planner.adapt(self.ids, self.block, self.round_number, parts)
+        for turn, plan in enumerate(plans):
+            self.active = self.numbers(plan.steps)
+            yield self._batch(plan, 0, 0, stage=1 + turn)
+
+    def backward(self, batch: Batch) -> None:
+        """Leave each user's gradient of its mean minibatch loss in its row of every `.grad`."""
+        self.model.zero_grad(set_to_none=True)
+        losses = self.losses(batch)
+        losses.sum().backward()
+        self.loss_sum = self.loss_sum + losses.detach()
+
+    def losses(self, batch: Batch) -> Tensor:
+        """The weighted mean loss of each user's minibatch, shape `block`."""
+        for layer, mask in zip(self.dropouts, batch.masks, strict=True):
+            layer.mask = mask
+        each = self.model.loss(self.model(batch.x), batch.y)
+        return (batch.weight * each).sum(-1)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that `backward` left; the next `backward` makes new ones."""
+        return [p.grad for p in self.params]
+
+    def full_gradient(self) -> list[Tensor]:
+        """Gradient of f_i over all of each user's train data at the current parameters."""
+        plan = self.planner.full_pass(self.ids, self.block, 8 * self.config.batch_size)
+        self.model.eval()
+        total = zeros_like(self.params)
+        for step in range(len(plan.rows)):
+            batch = self._batch(plan, step, 0, masks=False)
+            self.model.zero_grad(set_to_none=True)
+            each = self.model.loss(self.model(batch.x), batch.y)
+            (batch.weight * each).sum().backward()
+            add_(total, self.gradients(), 1.0)
+        return total
+
+    def numbers(self, values: object) -> Tensor:
+        """Per-user numbers as a tensor of shape `block` in the parameters' type and place."""
+        like = self.params[0]
+        return torch.as_tensor(values, dtype=like.dtype, device=like.device).reshape(self.block)
+
+    def _batch(self, plan: Plan, step: int, draw: int, stage: int = 0, masks: bool = True) -> Batch:
+        batch = plan.batch(self.planner.data, step, draw)
+        if self.dropouts and masks:
+            config = self.config
+            drawn = []
+            for user in self.ids:
+                key = (config.seed, self.planner.repetition, self.round_number, user)
+                rng = dropout_generator(batch.x.device, *key, stage, step, draw)
+                drawn.append([m.draw(config.batch_size, rng, batch.x) for m in self.dropouts])
+            rows = batch.y.shape[-1]
+            batch.masks = tuple(
+                torch.stack(user_masks)[:, :rows].reshape(*self.block, rows, *layer.shape)
+                for layer, user_masks in zip(self.dropouts, zip(*drawn, strict=True), strict=True)
+            )
+        return batch

@@ -1,0 +1,79 @@
+"""Draw the curves in result files and print their table: `python main_plot.py --help`."""
+
+import argparse
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import NoReturn
+
+from utils import plot_utils as plots
+from utils.errors import InputError
+
+FILTERS = ("dataset", "model", "algorithm")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("paths", nargs="*", type=Path, metavar="FILE or FOLDER", help="default: --results_dir")
+    for key in FILTERS:
+        add(f"--{key}", action="append", help=f"only this {key}; may be given several times")
+    add("--only", choices=("global", "personal"), help="only this kind of model")
+    add("--results_dir", type=Path, default=Path("results"), help="default: %(default)s")
+    add(
+        "--out",
+        type=Path,
+        help="figure, .png, .pdf or .svg (with several figures _DATASET_MODEL "
+        "is inserted); default: RESULTS_DIR/DATASET_MODEL.png",
+    )
+    add("--csv", type=Path, help="write the curves there, one point a line")
+    add("--target", type=float, default=0.9, help="accuracy for the last column (%(default)s)")
+    return parser
+
+
+def _place(args: argparse.Namespace, group: tuple[str, str], several: bool) -> Path:
+    name = "_".join(filter(None, group))
+    if args.out is None:
+        return args.results_dir / f"{name}.png"
+    return args.out.with_stem(f"{args.out.stem}_{name}") if several else args.out
+
+
+def _run(argv: list[str] | None) -> None:
+    args = _parser().parse_args(argv)
+    if args.out and args.out.suffix.lower() not in plots.FORMATS:
+        raise InputError(f"--out {args.out}: the name must end in {', '.join(plots.FORMATS)}")
+    if not 0 < args.target <= 1:
+        raise InputError(f"--target {args.target:g}: must be a fraction above 0 and at most 1")
+    wanted = {key: getattr(args, key) for key in FILTERS if getattr(args, key)}
+    runs = plots.select(plots.read_runs(args.paths or [args.results_dir]), wanted, args.only)
+    curves = plots.make_curves(runs)
+    groups = {key: list(members) for key, members in groupby(curves, key=lambda c: c.group)}
+    print(f"{plots.meaning(args.target)}\n")
+    for group, members in groups.items():
+        print(f"{' '.join(group).strip()}\n{plots.table(members, args.target)}\n")
+    for group, members in groups.items():
+        place = _place(args, group, len(groups) > 1)
+        plots.save(plots.draw(members), place)
+        print(f"figure: {place}")
+    if args.csv:
+        plots.write_csv(args.csv, curves)
+        print(f"curves: {args.csv}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 after one line about bad input."""
+    try:
+        _run(argv)
+    except InputError as error:
+        print(f"main_plot.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

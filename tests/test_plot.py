@@ -1,0 +1,408 @@
+"""Curves, tables, CSV and figures from small result files that the tests write themselves."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import main_plot
+from utils import plot_utils as plots
+
+ROOT = Path(main_plot.__file__).parent
+CONFIG = {
+    "dataset": "Mnist",
+    "model": "mclr",
+    "algorithm": "FedAvg",
+    "learning_rate": 0.005,
+    "beta": 1.0,
+    "K": 5,
+    "seed": 0,
+    "num_global_iters": 3,
+    "semantics": "paper",
+    "weighting": "uniform",
+    "times": 2,
+}
+SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
+
+
+def write(path, accuracy, evaluates="global", repetition=0, status="finished", **changes):
+    """A result file whose losses are 1 - accuracy; `changes` go into the config."""
+    config = CONFIG | changes
+    read = [key for key in config if key != "K" or config["algorithm"] == "pFedMe"]
+    accuracy = np.asarray(accuracy, float)
+    identity = f"{hash(json.dumps({key: config[key] for key in read if key != 'times'})):x}"
+    with h5py.File(path, "w") as file:
+        file["rs_glob_acc"] = accuracy
+        file["rs_train_acc"] = accuracy
+        file["rs_train_loss"] = 1 - accuracy
+        file["round"] = np.arange(len(accuracy))
+        file["user_test_acc"] = np.zeros((len(accuracy), 2))
+        file.attrs.update(
+            schema=1,
+            config=json.dumps(config),
+            options=json.dumps(read),
+            evaluates=evaluates,
+            repetition=repetition,
+            identity=identity,
+            status=status,
+        )
+    return path
+
+
+def write_legacy(path, accuracy):
+    with h5py.File(path, "w") as file:
+        for name in ("rs_glob_acc", "rs_train_acc", "rs_train_loss"):
+            file[name] = np.asarray(accuracy, float)
+    return path
+
+
+def curves(*paths, only=None, **wanted):
+    return plots.make_curves(plots.select(plots.read_runs(paths), wanted, only))
+
+
+def run(*arguments):
+    return main_plot.main([str(argument) for argument in arguments])
+
+
+def refusal(capsys, *arguments):
+    """The one line on stderr of a refused call."""
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    lines = printed.err.strip().splitlines()
+    assert len(lines) == 1 and "Traceback" not in printed.err
+    return lines[0]
+
+
+def rows_of(curve, target=0.9):
+    names = "algorithm,model,options,n,round,last,best,last10,reached"
+    return dict(zip(names.split(","), plots._row(curve, target), strict=True))
+
+
+def test_mean_and_std_are_over_repetitions_with_n_minus_1(tmp_path):
+    write(tmp_path / "a_0.h5", [0.1, 0.5, 0.7], repetition=0)
+    write(tmp_path / "a_1.h5", [0.3, 0.8, 0.6], repetition=1)
+    write(tmp_path / "a_2.h5", [0.2, 0.5, 0.8], repetition=2)
+    (curve,) = curves(tmp_path)
+    np.testing.assert_allclose(curve.mean("test_acc"), [0.2, 0.6, 0.7])
+    # Deviations -.1 .1 0; -.1 .2 -.1; 0 -.1 .1: their squares over n - 1 = 2.
+    np.testing.assert_allclose(curve.std("test_acc"), np.sqrt([0.01, 0.03, 0.01]))
+    assert curve.repetitions == "3" and curve.label == "FedAvg, global (n=3)"
+
+
+def test_table_values(tmp_path):
+    """Repetitions .5 .9 .8 and .7 .7 1.0: last .8 1.0, best .9 1.0, means 2.2/3 and .8."""
+    write(tmp_path / "a_0.h5", [0.5, 0.9, 0.8], repetition=0)
+    write(tmp_path / "a_1.h5", [0.7, 0.7, 1.0], repetition=1)
+    (curve,) = curves(tmp_path)
+    row = rows_of(curve)
+    assert row["last"] == "90.00 +- 14.14"  # 20 / sqrt(2)
+    assert row["best"] == "95.00 +- 7.07"
+    assert row["last10"] == "76.67 +- 4.71"
+    assert (row["n"], row["round"], row["reached"]) == ("2", "2", "2")
+    assert rows_of(curve, 0.75)["reached"] == "1"
+    assert rows_of(curve, 0.91)["reached"] == "-"
+
+
+def test_last_10_takes_ten_and_one_repetition_has_no_std(tmp_path):
+    (curve,) = curves(write(tmp_path / "a_0.h5", [0.0] * 5 + [0.4] * 9 + [0.5]))
+    row = rows_of(curve, 0.5)
+    assert (row["last"], row["best"], row["last10"]) == ("50.00", "50.00", "41.00")
+    assert row["reached"] == "14" and curve.std("test_acc") is None
+
+
+def test_rounds_come_from_the_file(tmp_path):
+    path = write(tmp_path / "a_0.h5", [0.1, 0.5, 0.95])
+    with h5py.File(path, "a") as file:
+        file["round"][:] = [0, 10, 20]
+    (curve,) = curves(path)
+    assert rows_of(curve)["round"] == rows_of(curve)["reached"] == "20"
+
+
+def test_global_and_personalised_are_two_curves_of_one_colour(tmp_path):
+    write(tmp_path / "a_0.h5", [0.1, 0.2], algorithm="pFedMe")
+    write(tmp_path / "a_p_0.h5", [0.3], "theta", algorithm="pFedMe")
+    write(tmp_path / "b_p_0.h5", [0.3, 0.4], "local", algorithm="pFedMe", semantics="authors")
+    write(tmp_path / "c_p_0.h5", [0.3, 0.4], "adapted", algorithm="PerAvg")
+    found = curves(tmp_path)
+    assert [curve.label for curve in found] == [
+        "PerAvg, adapted (n=1)",
+        "pFedMe, local w_i, semantics=authors (n=1)",
+        "pFedMe, global, semantics=paper (n=1)",
+        "pFedMe, personalised theta, semantics=paper (n=1)",
+    ]
+    lines = plots.draw(found).axes[0].get_lines()
+    assert lines[2].get_color() == lines[3].get_color() != lines[1].get_color()
+    assert [line.get_linestyle() for line in lines] == ["-", "-", "--", "-"]
+    assert [c.evaluates for c in curves(tmp_path, only="global")] == ["global"]
+    assert len(curves(tmp_path, only="personal")) == 3
+
+
+def test_labels_name_exactly_the_options_that_differ(tmp_path):
+    # K is in FedAvg's config, but FedAvg does not read it; times never changes the numbers.
+    write(tmp_path / "a_0.h5", [0.1], learning_rate=0.01, K=1, times=1)
+    write(tmp_path / "b_0.h5", [0.1], learning_rate=0.1, K=2, times=9)
+    write(tmp_path / "c_0.h5", [0.1], algorithm="pFedMe", beta=10, K=7)
+    write(tmp_path / "d_0.h5", [0.1], algorithm="pFedMe", beta=2.0, K=7)
+    write(tmp_path / "e_0.h5", [0.1], algorithm="SCAFFOLD", num_global_iters=1)
+    options = [(curve.algorithm, curve.options) for curve in curves(tmp_path)]
+    assert options == [
+        ("FedAvg", "learning_rate=0.01"),
+        ("FedAvg", "learning_rate=0.1"),
+        ("pFedMe", "beta=2"),
+        ("pFedMe", "beta=10"),
+        ("SCAFFOLD", ""),
+    ]
+
+
+def test_a_switch_is_named_unless_the_semantics_imply_it(tmp_path):
+    write(tmp_path / "a_0.h5", [0.1])
+    write(tmp_path / "b_0.h5", [0.1], semantics="authors", weighting="samples")
+    assert [c.options for c in curves(tmp_path)] == ["semantics=authors", "semantics=paper"]
+    write(tmp_path / "c_0.h5", [0.1], weighting="samples")
+    assert [c.options for c in curves(tmp_path)] == [
+        "semantics=authors, weighting=samples",
+        "semantics=paper, weighting=samples",
+        "semantics=paper, weighting=uniform",
+    ]
+
+
+def test_equal_options_on_different_data_are_told_apart_by_identity(tmp_path):
+    for name, identity in (("a_0.h5", "abcdef12"), ("b_0.h5", "12abcdef")):
+        with h5py.File(write(tmp_path / name, [0.1]), "a") as file:
+            file.attrs["identity"] = identity
+    assert [curve.options for curve in curves(tmp_path)] == ["#12abcd", "#abcdef"]
+
+
+def test_one_figure_per_dataset_and_model(tmp_path, capsys):
+    write(tmp_path / "a_0.h5", [0.1, 0.4])
+    write(tmp_path / "b_0.h5", [0.1, 0.4, 0.5], algorithm="pFedMe", num_global_iters=2)
+    write(tmp_path / "c_0.h5", [0.1, 0.4], model="dnn")
+    assert run("--results_dir", tmp_path) == 0
+    printed = capsys.readouterr().out
+    for name in ("Mnist_mclr.png", "Mnist_dnn.png"):
+        assert f"figure: {tmp_path / name}" in printed
+        assert (tmp_path / name).read_bytes().startswith(SIGNATURES[".png"])
+    assert printed.count("std with n-1") == 1 and "rounds to 90 %" in printed
+    assert run(tmp_path, "--out", tmp_path / "new" / "x.svg") == 0
+    written = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert written == ["x_Mnist_dnn.svg", "x_Mnist_mclr.svg"]
+
+
+@pytest.mark.parametrize("suffix", SIGNATURES)
+def test_out_formats(tmp_path, suffix):
+    path = write(tmp_path / "a_0.h5", [0.1, 0.4])
+    out = tmp_path / f"figure{suffix}"
+    assert run(path, "--out", out) == 0
+    assert out.read_bytes().startswith(SIGNATURES[suffix])
+    assert sorted(tmp_path.iterdir()) == [path, out]
+
+
+def test_filters(tmp_path, capsys):
+    write(tmp_path / "a_0.h5", [0.1])
+    write(tmp_path / "b_0.h5", [0.1], algorithm="pFedMe")
+    write(tmp_path / "c_0.h5", [0.1], model="dnn")
+    write(tmp_path / "d_0.h5", [0.1], dataset="Synthetic", algorithm="PerAvg")
+    assert len(curves(tmp_path, dataset=["Mnist"])) == 3
+    assert [c.group for c in curves(tmp_path, model=["dnn"])] == [("Mnist", "dnn")]
+    assert len(curves(tmp_path, algorithm=["pFedMe", "PerAvg"])) == 2
+    line = refusal(capsys, tmp_path, "--algorithm", "SCAFFOLD")
+    assert "SCAFFOLD" in line and "FedAvg, PerAvg, pFedMe" in line
+    # What an earlier filter left over is what there is.
+    line = refusal(capsys, tmp_path, "--dataset", "Synthetic", "--model", "dnn")
+    assert "--model dnn" in line and line.endswith("mclr")
+    assert "--only personal" in refusal(capsys, tmp_path, "--only", "personal")
+
+
+def test_legacy_files(tmp_path):
+    """By file name, as their own group, or in the only other figure when named themselves."""
+    (tmp_path / "old").mkdir()
+    name = "Mnist_pFedMe{}_0.005_1_15_5u_20b_20_5_0.1_avg.h5"
+    one = write_legacy(tmp_path / "old" / name.format(""), [0.1, 0.3])
+    two = write_legacy(tmp_path / "old" / name.format("_p"), [0.8, 0.95])
+    new = write(tmp_path / "a_0.h5", [0.1])
+    dnn = write(tmp_path / "b_0.h5", [0.1], model="dnn")
+    found = curves(tmp_path / "old")
+    assert [curve.label for curve in found] == [
+        f"{one.stem}, global (average)",
+        f"{two.stem}, personalised (average)",
+    ]
+    assert {curve.group for curve in found} == {("legacy", "")}
+    assert rows_of(found[1])["reached"] == "1" and rows_of(found[1])["last"] == "95.00"
+    assert [c.group for c in curves(one, new)] == [("Mnist", "mclr")] * 2
+    assert {c.group for c in curves(tmp_path / "old", new)} == {("legacy", ""), ("Mnist", "mclr")}
+    assert ("legacy", "") in {c.group for c in curves(one, new, dnn)}
+    assert [c.group for c in curves(one, new, dnn, model=["dnn"])] == [("Mnist", "dnn")] * 2
+
+
+def test_unequal_lengths_are_averaged_over_the_common_rounds(tmp_path, capsys):
+    write(tmp_path / "a_0.h5", [0.1, 0.2, 0.3, 0.4], status="interrupted")
+    write(tmp_path / "a_1.h5", [0.3, 0.4], repetition=1, status="diverged")
+    (curve,) = curves(tmp_path)
+    np.testing.assert_allclose(curve.mean("test_acc"), [0.2, 0.3])
+    assert curve.label == "FedAvg, global (n=2, diverged or interrupted at rounds 1 to 3)"
+    assert capsys.readouterr().err.count("notice:") == 1
+
+
+def test_an_unfinished_repetition_stays_out_of_the_mean_and_is_drawn_marked(tmp_path, capsys):
+    write(tmp_path / "a_0.h5", [0.1, 0.2, 0.3])
+    write(tmp_path / "a_1.h5", [0.3, 0.4, 0.5], repetition=1)
+    write(tmp_path / "a_2.h5", [0.9, np.nan], repetition=2, status="diverged")
+    mean, diverged = curves(tmp_path)
+    np.testing.assert_allclose(mean.mean("test_acc"), [0.2, 0.3, 0.4])
+    assert diverged.label == "FedAvg, global (n=1, diverged at round 1)"
+    assert rows_of(diverged)["best"] == "90.00" and not capsys.readouterr().err
+    solid, dotted = plots.draw([mean, diverged]).axes[0].get_lines()
+    assert dotted.get_linestyle() == ":" and solid.get_color() == dotted.get_color()
+
+
+def test_averages_are_read_only_where_there_is_no_run_file(tmp_path):
+    average = write(tmp_path / "a_avg.h5", [0.5, 0.6], repetition="avg")
+    (curve,) = curves(average)
+    assert curve.label == "FedAvg, global (average)" and curve.std("test_acc") is None
+    with h5py.File(average, "a") as file:
+        file["runs/rs_glob_acc"] = [[0.4, 0.5], [0.6, 0.7]]
+        file["runs/rs_train_loss"] = [[2.0, 1.0], [4.0, 2.0]]
+        file["runs/rs_train_acc"] = [[0.4, 0.5], [0.6, 0.7]]
+    (curve,) = curves(average)
+    assert curve.repetitions == "2"
+    np.testing.assert_allclose(curve.mean("train_loss"), [3, 1.5])
+    write(tmp_path / "a_0.h5", [0.1, 0.2])
+    (curve,) = curves(tmp_path)
+    np.testing.assert_allclose(curve.mean("test_acc"), [0.1, 0.2])
+
+
+def test_a_repetition_counts_once(tmp_path, capsys):
+    path = write(tmp_path / "a_0.h5", [0.1])
+    assert curves(tmp_path, tmp_path / ".." / tmp_path.name / path.name)[0].repetitions == "1"
+    assert not capsys.readouterr().err
+    (tmp_path / "copy").mkdir()
+    copy = write(tmp_path / "copy" / "a_0.h5", [0.1])
+    assert curves(path, copy)[0].repetitions == "1"
+    assert "same repetition" in capsys.readouterr().err
+
+
+def test_csv(tmp_path):
+    write(tmp_path / "a_0.h5", [0.25, 0.5])
+    write(tmp_path / "a_1.h5", [0.75, 0.5], repetition=1)
+    write(tmp_path / "b_0.h5", [0.125], algorithm="SCAFFOLD")
+    out = tmp_path / "curves.csv"
+    assert run(tmp_path, "--csv", out) == 0
+    with open(out, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    head = "dataset,model,algorithm,evaluates,label,round,quantity,mean,std,n"
+    assert ",".join(rows[0]) == head
+    assert len(rows) == 3 * 2 + 3 * 1
+    *about, mean, std, n = rows[0].values()
+    assert about == ["Mnist", "mclr", "FedAvg", "global", "FedAvg, global (n=2)", "0", "test_acc"]
+    assert (float(mean), float(std), n) == (0.5, pytest.approx(0.125**0.5), "2")
+    last = rows[-1]
+    assert (last["algorithm"], last["quantity"], last["mean"]) == (
+        "SCAFFOLD",
+        "train_loss",
+        "0.875",
+    )
+    assert (last["std"], last["n"]) == ("", "1")
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["a_0.h5", "--out", "x.bmp"], "--out x.bmp: the name must end in .png, .pdf, .svg"),
+        (["a_0.h5", "--target", "90"], "--target 90: must be a fraction"),
+        (["a_0.h5", "--target", "nan"], "--target nan"),
+        (["a_0.h5", "--target", "x"], "argument --target: invalid float value: 'x'"),
+        (["a_0.h5", "--algo", "FedAvg"], "unrecognized arguments: --algo"),
+        (["a_0.h5", "--out", "a_0.h5/x.png"], "cannot be written"),
+        (["a_0.h5", "--out", "folder.png"], "folder.png: cannot be written"),
+        (["a_0.h5", "--csv", "folder.png"], "folder.png: cannot be written"),
+        (["missing"], "missing: no such file or folder"),
+        (["missing.h5"], "missing.h5: no such file or folder"),
+        (["--results_dir", "missing"], "missing: no such file or folder"),
+        (["folder.png"], "folder.png: no readable .h5 result"),
+        (["cut.h5"], "cut.h5: damaged"),
+        (["text.h5"], "text.h5: damaged"),
+        (["other.h5"], "other.h5: damaged, or no result"),
+        (["lacking.h5"], "lacking.h5: damaged, or no result"),
+        (["empty.h5"], "empty.h5: holds no evaluation yet"),
+        (["uneven.h5"], "uneven.h5: damaged, its curves and rounds differ"),
+        (["future.h5"], "future.h5: schema 2 is unknown"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    tmp_path, capsys, monkeypatch, arguments, expected
+):
+    monkeypatch.chdir(tmp_path)
+    whole = write(Path("a_0.h5"), np.linspace(0, 1, 500)).read_bytes()
+    Path("folder.png").mkdir()
+    Path("cut.h5").write_bytes(whole[: len(whole) // 2])
+    Path("text.h5").write_text("no HDF5")
+    write(Path("empty.h5"), [])
+    with h5py.File("other.h5", "w") as file:
+        file["x"] = [1, 2]
+    with h5py.File(write(Path("lacking.h5"), [0.1]), "a") as file:
+        del file.attrs["identity"]
+    with h5py.File(write(Path("uneven.h5"), [0.1, 0.2]), "a") as file:
+        del file["round"]
+        file["round"] = [0]
+    with h5py.File(write(Path("future.h5"), [0.1]), "a") as file:
+        file.attrs["schema"] = 2
+    before = sorted(tmp_path.rglob("*"))
+    # A figure may have been finished before the CSV turns out not to be writable.
+    out = [] if "--out" in arguments else ["--out", "fine.png"]
+    assert expected in refusal(capsys, *arguments, *out)
+    assert set(tmp_path.rglob("*")) - set(before) <= {tmp_path / "fine.png"}
+
+
+def test_a_bad_file_in_a_folder_is_left_out_with_a_notice(tmp_path, capsys):
+    write(tmp_path / "a_0.h5", [0.1])
+    (tmp_path / "b_0.h5").write_bytes(b"half")
+    (tmp_path / "c_0.h5.part").write_bytes(b"being written")
+    assert run(tmp_path, "--out", tmp_path / "x.png") == 0
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and errors[0].startswith("notice: left out:") and "b_0.h5" in errors[0]
+
+
+def test_axes_follow_the_data(tmp_path):
+    """No curve is hidden: linear for a narrow range, log for a wide one, and a diverged curve."""
+    path = write(tmp_path / "a_0.h5", [0.3, 0.5])
+    accuracy, loss = plots.draw(curves(path)).axes
+    assert (accuracy.get_yscale(), loss.get_yscale()) == ("linear", "linear")
+    assert (accuracy.get_ylabel(), loss.get_ylabel()) == ("test accuracy (%)", "train loss")
+    assert accuracy.get_xlabel() == loss.get_xlabel() == "round"
+    write(path, [0.01, 0.9, 0.99, 1.0])
+    accuracy, loss = plots.draw(curves(path)).axes
+    low, high = accuracy.get_ylim()
+    assert low <= 1 and 99 < high < 100 and "log scale" in accuracy.get_ylabel()
+    assert loss.get_yscale() == "log" and loss.get_ylim()[0] < 0.01 and loss.get_ylim()[1] > 0.99
+    # Losses 1 - accuracy: up to 1e30 and then infinite.
+    exploded = write(tmp_path / "b_0.h5", [0.2, -1e30, -np.inf], status="diverged", beta=4)
+    loss = plots.draw(curves(write(path, [0.2, 0.3, 0.4]), exploded)).axes[1]
+    assert loss.get_ylim()[1] < 100 and loss.get_ylim()[0] < 0.6
+    plots.save(plots.draw(curves(tmp_path)), tmp_path / "both.png")
+    loss = plots.draw(curves(exploded)).axes[1]
+    assert loss.get_ylim()[0] < 0.8 and 1e30 < loss.get_ylim()[1] < np.inf
+
+
+def test_drawing_one_point_and_many_curves(tmp_path):
+    for beta in range(16):
+        write(tmp_path / f"a{beta}_0.h5", [0.1], beta=beta)
+    lines = plots.draw(curves(tmp_path)).axes[0].get_lines()
+    assert all(line.get_marker() for line in lines)
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) > 14
+
+
+def test_script_needs_neither_torch_nor_display(tmp_path):
+    write(tmp_path / "a_0.h5", [0.1, 0.2])
+    code = (
+        "import sys, main_plot; code = main_plot.main(sys.argv[1:]);"
+        "assert not {'torch', 'matplotlib.pyplot'} & sys.modules.keys(); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "--results_dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "Mnist_mclr.png").exists()

@@ -1,0 +1,204 @@
+"""The users' data on the device, and which samples each local step sees.
+
+A minibatch is a row of sample numbers; -1 pads short batches and weighs nothing. Plans depend on
+(seed, repetition, round, user) and, for cyclic batches, on the user's cursor: never on who else
+trains, in which order or in which block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PARTS = ("train", "test")
+STREAMS = {"users": 0, "batches": 1, "adapt": 2, "dropout": 3}
+
+
+def generator(stream: str, *key: int) -> np.random.Generator:
+    """An independent generator for each stream and key (seed, repetition, round, ...)."""
+    return np.random.default_rng([STREAMS[stream], *key])
+
+
+class FederatedData:
+    """All samples in two tensors: first every user's train part, then every user's test part.
+
+    x: (M, *shape), y: (M,). A sample that two users hold is stored for each of them.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, sizes: dict[str, np.ndarray]) -> None:
+        """`sizes[part]`: (N,) samples per user, in the order of the rows of x and y."""
+        self.x, self.y = x.contiguous(), y.contiguous()
+        self.sizes = {part: np.asarray(sizes[part], dtype=np.int64) for part in PARTS}
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([self.sizes[p] for p in PARTS]))])
+        n = self.num_users = len(self.sizes["train"])
+        self.starts = {"train": offsets[:n], "test": offsets[n : 2 * n]}
+        if offsets[-1] != len(x) or len(x) != len(y):
+            raise ValueError(f"{len(x)} inputs, {len(y)} labels, {offsets[-1]} samples of users")
+
+    def part(self, name: str, users: slice = slice(None)) -> slice:
+        """The rows of consecutive users' train or test parts."""
+        starts, sizes = self.starts[name][users], self.sizes[name][users]
+        return slice(int(starts[0]), int(starts[-1] + sizes[-1]))
+
+
+@dataclass
+class Batch:
+    """x: (*block, batch, *shape), y and weight: (*block, batch); a user's weights sum to 1.
+
+    `masks`: one per dropout layer; they belong to the minibatch, so that several gradients on the
+    same minibatch are gradients of one function.
+    """
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+    masks: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Plan:
+    """The minibatches of a block: rows (steps, draws, *block, batch) into the data, -1 pads."""
+
+    rows: Tensor
+    weight: Tensor
+    steps: np.ndarray  # shape `block`: steps of each user
+    counts: np.ndarray  # (steps, draws, *block): real samples of each minibatch
+    active: Tensor  # (steps, *block): 1 while a user still has steps to do
+
+    def batch(self, data: FederatedData, step: int, draw: int) -> Batch:
+        """Gather one minibatch; one user alone gets it without padding."""
+        rows, weight = self.rows[step, draw], self.weight[step, draw]
+        if rows.dim() == 1:
+            count = int(self.counts[step, draw])
+            rows, weight = rows[:count], weight[:count]
+        flat = rows.flatten()
+        x = data.x.index_select(0, flat).view(*rows.shape, *data.x.shape[1:])
+        return Batch(x, data.y.index_select(0, flat).view(rows.shape), weight)
+
+    def active_at(self, step: int) -> float | Tensor:
+        """1.0 while every user of the block still has work, else a tensor of shape `block`."""
+        return 1.0 if step < self.steps.min() else self.active[step]
+
+
+def cut(
+    size: int, batch: int, count: int, start: int = 0, rng: np.random.Generator | None = None
+) -> np.ndarray:
+    """Minibatches number start .. start + count - 1 of endless passes over `size` samples.
+
+    Returns positions (count, batch), -1 pads the short last batch of a pass. With `rng` every pass
+    has an order of its own, without it file order.
+    """
+    if not size or not count:
+        return np.full((count, batch), -1)
+    per_pass = -(-size // batch)
+    number = start + np.arange(count)
+    at = (number % per_pass)[:, None] * batch + np.arange(batch)
+    real = at < size
+    if rng is not None:
+        order = np.stack([rng.permutation(size) for _ in range(-(-count // per_pass))])
+        at = order[(number // per_pass)[:, None], np.minimum(at, size - 1)]
+    return np.where(real, at, -1)
+
+
+class Planner:
+    """Draws every user's minibatches; keeps the cursors of cyclic batches."""
+
+    def __init__(self, config, data: FederatedData, repetition: int) -> None:
+        self.config, self.data, self.repetition = config, data, repetition
+        self.cyclic = config.batches == "cyclic"
+        self.cursors = {part: np.zeros(data.num_users, dtype=np.int64) for part in PARTS}
+
+    def num_steps(self, user: int) -> int:
+        """Local steps of a round: R, or R passes of ceil(n_i / B); none without train data."""
+        size = int(self.data.sizes["train"][user])
+        steps = self.config.local_epochs
+        if self.config.local_unit == "epochs":
+            steps *= -(-size // self.config.batch_size)
+        return steps if size else 0
+
+    def local(self, ids: Sequence[int], block: tuple, round_number: int, draws: int) -> Plan:
+        """The local steps of a block's users; moves their cursors."""
+        plans = [
+            self._draw("batches", user, round_number, "train", self.num_steps(user) * draws)
+            for user in ids
+        ]
+        return self._assemble([p.reshape(-1, draws, p.shape[-1]) for p in plans], block)
+
+    def adapt(self, ids: Sequence[int], block: tuple, round_number: int, parts) -> list[Plan]:
+        """One minibatch of each named part, in turn; "train" alone never touches a cursor."""
+        stream = "batches" if self.cyclic and parts != ("train",) else "adapt"
+        plans = []
+        for turn, part in enumerate(parts):
+            drawn = [
+                self._draw(
+                    stream, user, round_number, part, min(1, self.data.sizes[part][user]), turn
+                )
+                for user in ids
+            ]
+            plans.append(self._assemble([p[:, None] for p in drawn], block, steps=1))
+        return plans
+
+    def full_pass(self, ids: Sequence[int], block: tuple, chunk: int) -> Plan:
+        """All train samples once, in file order, every sample weighing 1 / n_i."""
+        sizes = self.data.sizes["train"][list(ids)]
+        rows = []
+        for user, size in zip(ids, sizes, strict=True):
+            at = cut(size, chunk, -(-int(size) // chunk))
+            rows.append(self._rows(user, "train", at)[:, None])
+        plan = self._assemble(rows, block)
+        n = torch.as_tensor(np.maximum(sizes, 1).reshape(block), device=plan.weight.device)
+        plan.weight = (plan.weight > 0) / n.to(plan.weight.dtype).unsqueeze(-1)
+        return plan
+
+    def _draw(
+        self, stream: str, user: int, round_number: int, part: str, count: int, turn: int = 0
+    ) -> np.ndarray:
+        size, batch = int(self.data.sizes[part][user]), self.config.batch_size
+        if stream == "batches" and self.cyclic:
+            start = self.cursors[part][user]
+            at = cut(size, batch, count, start)
+            self.cursors[part][user] = (start + count) % max(1, -(-size // batch))
+        else:
+            key = (self.config.seed, self.repetition, round_number, user, turn)
+            at = cut(size, batch, count, rng=generator(stream, *key))
+        return self._rows(user, part, at)
+
+    def _rows(self, user: int, part: str, at: np.ndarray) -> np.ndarray:
+        return np.where(at >= 0, at + self.data.starts[part][user], -1)
+
+    def _assemble(self, plans: list[np.ndarray], block: tuple, steps: int | None = None) -> Plan:
+        taken = np.array([len(p) for p in plans])
+        steps = taken.max() if steps is None else steps
+        padded = [
+            np.pad(p, ((0, steps - len(p)), (0, 0), (0, 0)), constant_values=-1) for p in plans
+        ]
+        rows = np.stack(padded, axis=2)
+        rows = rows.reshape(*rows.shape[:2], *block, rows.shape[-1])
+        real = rows >= 0
+        counts = real.sum(-1)
+        active = np.arange(steps)[:, None] < taken
+        x = self.data.x
+        weight = real / np.maximum(counts, 1)[..., None]
+        return Plan(
+            rows=torch.as_tensor(np.maximum(rows, 0), device=x.device),
+            weight=torch.as_tensor(weight, dtype=x.dtype, device=x.device),
+            steps=taken.reshape(block),
+            counts=counts,
+            active=torch.as_tensor(active.reshape(steps, *block), dtype=x.dtype, device=x.device),
+        )
+
+
+def dropout_generator(device: torch.device, *key: int) -> torch.Generator:
+    """torch's generator on `device` for the dropout masks of one user's minibatch."""
+    seed = int(np.random.SeedSequence([STREAMS["dropout"], *key]).generate_state(1, np.uint64)[0])
+    return torch.Generator(device).manual_seed(seed >> 1)
+
+
+def chunks(rows: slice, size: int) -> Iterator[slice]:
+    """Cut consecutive rows into pieces of at most `size`."""
+    for start in range(rows.start, rows.stop, size):
+        yield slice(start, min(start + size, rows.stop))

@@ -1,0 +1,374 @@
+"""One frozen Config: each field carries its default, help, parser and range; CLI and YAML fill it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from FLAlgorithms.servers import ALGORITHMS
+from FLAlgorithms.trainmodel.models import MODELS
+from utils.errors import InputError
+from utils.model_utils import DATASETS, NORMALIZE
+
+SEMANTICS: dict[str, dict[str, object]] = {
+    "paper": {
+        "inner_weight_decay": 0.0,
+        "theta_start": "cold",
+        "weighting": "samples",
+        "personal": "theta",
+        "batches": "shuffled",
+        "peravg_update": "restore",
+        "adapt": "train",
+        "shared_init": "no",
+    },
+    "authors": {
+        "inner_weight_decay": 0.001,
+        "theta_start": "warm",
+        "weighting": "samples",
+        "personal": "local",
+        "batches": "cyclic",
+        "peravg_update": "restore",
+        "adapt": "test_test",
+        "shared_init": "yes",
+    },
+}
+SEMANTICS["authors2020"] = SEMANTICS["authors"] | {
+    "peravg_update": "two_step",
+    "adapt": "test_train",
+}
+SWITCHES = tuple(SEMANTICS["paper"])
+
+
+class _Number:
+    """Parses a number within [low, high]; `above` excludes low itself."""
+
+    def __init__(self, kind: type, low: float, high: float = math.inf, above: bool = False) -> None:
+        self.kind, self.low, self.high, self.above = kind, low, high, above
+        name = "a whole number" if kind is int else "a number"
+        limit = f"> {low:g}" if above else f">= {low:g}"
+        self.says = f"{name} {limit}" + (f" and <= {high:g}" if high < math.inf else "")
+
+    def __call__(self, text: str) -> float:
+        value = self.kind(text)
+        low_enough = value > self.low if self.above else value >= self.low
+        if not (math.isfinite(value) and low_enough and value <= self.high):
+            raise ValueError(text)
+        return value
+
+
+class _Choice:
+    """Parses one of some names."""
+
+    def __init__(self, names: Collection) -> None:
+        self.names = {str(n): n for n in names}
+        self.says = "one of " + ", ".join(self.names)
+
+    def __call__(self, text: str) -> object:
+        if text not in self.names:
+            raise ValueError(text)
+        return self.names[text]
+
+    def hint(self, text: str) -> str:
+        """The nearest valid name, as a question; empty if none is near."""
+        lower = {name.lower(): name for name in self.names}
+        near = difflib.get_close_matches(text.lower(), lower, n=1, cutoff=0.5)
+        return f"; did you mean {lower[near[0]]}?" if near else ""
+
+
+class _YesNo(_Choice):
+    """yes / no; YAML's booleans arrive as True and False."""
+
+    def __init__(self) -> None:
+        super().__init__(("yes", "no"))
+
+    def __call__(self, text: str) -> object:
+        return super().__call__({"True": "yes", "False": "no"}.get(text, text))
+
+
+class _Flag:
+    """A switch without a value on the command line, true or false in YAML."""
+
+    says = "true or false"
+
+    def __call__(self, text: str) -> bool:
+        return {"true": True, "false": False}[text.lower()]
+
+
+class _Text:
+    """Any text that is not empty."""
+
+    says = "a name or path"
+
+    def __call__(self, text: str) -> str:
+        if not text:
+            raise ValueError(text)
+        return text
+
+
+class _Auto(_Number):
+    """`auto` or a whole number >= 0."""
+
+    def __init__(self) -> None:
+        super().__init__(int, 0)
+        self.says = f"auto or {self.says}"
+
+    def __call__(self, text: str) -> object:
+        return text if text == "auto" else super().__call__(text)
+
+
+def _option(default: object, parse: Callable[[str], object], text: str):
+    return dataclasses.field(default=default, metadata={"parse": parse, "help": text})
+
+
+_STEP = _Number(float, 0)
+_COUNT = _Number(int, 1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that defines a job; the defaults are the headline experiment.
+
+    A switch that is None takes the value that `semantics` gives it (see `resolved`).
+    """
+
+    dataset: str = _option("Mnist", _Choice(DATASETS), "data set")
+    model: str = _option("mclr", _Choice(MODELS), "model")
+    algorithm: str = _option("pFedMe", _Choice(ALGORITHMS), "algorithm")
+    batch_size: int = _option(20, _COUNT, "samples per minibatch")
+    learning_rate: float = _option(
+        0.005, _STEP, "local step eta (pFedMe: of the outer steps; PerAvg: alpha)"
+    )
+    num_global_iters: int = _option(800, _Number(int, 0), "communication rounds")
+    local_epochs: int = _option(20, _COUNT, "local work R per round: minibatch steps or passes")
+    local_unit: str = _option(
+        "steps",
+        _Choice(("steps", "epochs")),
+        "what --local_epochs counts: minibatch steps or passes",
+    )
+    numusers: int = _option(5, _COUNT, "users sampled per round")
+    times: int = _option(1, _COUNT, "repetitions")
+    repetition: int | None = _option(None, _Number(int, 0), "run this repetition (from 0) alone")
+    seed: int = _option(0, _Number(int, 0, 2**32 - 1), "seed of initial model, sampling, batches")
+    optimizer: str = _option(
+        "SGD", _Choice(("SGD",)), "kept for old commands; every algorithm brings its own solver"
+    )
+    split: str = _option("default", _Text(), "default, published, a split file, or a LEAF folder")
+    normalize: str | None = _option(
+        None, _Choice(NORMALIZE), "features (default: by data set; images: pixel or channel)"
+    )
+    semantics: str = _option(
+        "paper", _Choice(SEMANTICS), "defaults of the switches: the papers' or the authors' code's"
+    )
+    weighting: str | None = _option(
+        None, _Choice(("uniform", "samples")), "weights of the average over sampled users"
+    )
+    batches: str | None = _option(
+        None, _Choice(("shuffled", "cyclic")), "minibatches: fresh permutations, or file order"
+    )
+    shared_init: str | None = _option(None, _YesNo(), "all repetitions start from one model")
+    beta: float = _option(1.0, _STEP, "pFedMe: server step; PerAvg: step of the meta-update")
+    lamda: float = _option(15.0, _STEP, "strength of the proximal term")
+    K: int = _option(5, _COUNT, "inner steps for theta per local step")
+    personal_learning_rate: float = _option(0.1, _STEP, "step of the inner steps for theta")
+    inner_weight_decay: float | None = _option(None, _STEP, "weight decay of the inner steps")
+    theta_start: str | None = _option(
+        None, _Choice(("cold", "warm")), "theta starts each local round at w_i, or where it was"
+    )
+    personal: str | None = _option(
+        None, _Choice(("theta", "local")), "which model is the personalised one"
+    )
+    participation: str = _option(
+        "all", _Choice(("all", "sampled")), "who trains: all users (paper) or the sampled ones"
+    )
+    hessian: str = _option(
+        "fo", _Choice(("fo", "hf", "exact")), "second-order term: dropped, by differences, exact"
+    )
+    hf_delta: float = _option(1e-3, _Number(float, 0, above=True), "step of --hessian hf")
+    peravg_update: str | None = _option(
+        None, _Choice(("restore", "two_step")), "beta-step from the original w, or a second step"
+    )
+    adapt: str | None = _option(
+        None, _Choice(("train", "test_test", "test_train")), "data of the adaptation at evaluation"
+    )
+    mu: float = _option(0.0, _STEP, "strength of the proximal term mu/2 |y - x|^2")
+    momentum: float = _option(
+        0.0, _Number(float, 0, 0.999999), "local momentum, buffer zeroed every round"
+    )
+    server_momentum: float = _option(0.0, _Number(float, 0, 0.999999), "momentum of the server")
+    server_learning_rate: float = _option(1.0, _STEP, "scale of the server's step")
+    scaffold_option: int = _option(2, _Choice((1, 2)), "how c_i is updated: option I or II")
+    eval_every: int = _option(1, _Number(int, 0), "rounds between evaluations; 0: never")
+    gpu: int = _option(0, _Number(int, -1), "CUDA device; -1: CPU")
+    block_size: int | str = _option(
+        "auto", _Auto(), "users trained in lockstep; 0: one at a time (reference engine)"
+    )
+    threads: int = _option(1, _COUNT, "CPU threads")
+    dtype: str = _option("float32", _Choice(("float32", "float64")), "number type")
+    results_dir: str = _option("results", _Text(), "folder of the result files")
+    save_every: float = _option(30.0, _STEP, "seconds between saves of an unfinished run")
+    save_models: bool = _option(False, _Flag(), "store the personalised models in the result file")
+
+    def __post_init__(self) -> None:
+        if self.repetition is not None and self.repetition >= self.times:
+            raise InputError(
+                f"--repetition {self.repetition}: --times {self.times} has repetitions "
+                f"0 to {self.times - 1}"
+            )
+        self.server_class.check(self)
+
+    @property
+    def server_class(self):
+        """The algorithm's Server subclass."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
+    def repetitions(self) -> list[int]:
+        """Which repetitions this job runs."""
+        return list(range(self.times)) if self.repetition is None else [self.repetition]
+
+    def initial_seed(self, repetition: int) -> int:
+        """The seed of a repetition's initial model."""
+        return self.seed if self.shared_init == "yes" else self.seed + repetition
+
+    def resolved(self) -> Config:
+        """The same job with every switch spelled out."""
+        values = SEMANTICS[self.semantics] | self.server_class.overrides.get(self.semantics, {})
+        return dataclasses.replace(
+            self, **{k: v for k, v in values.items() if getattr(self, k) is None}
+        )
+
+    def options(self) -> list[str]:
+        """The fields that this algorithm reads."""
+        own = self.server_class.options
+        return [f for f in FIELDS if f in own or f not in ALGORITHM_FIELDS]
+
+
+FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
+# Fields that only some algorithms read; everything else is common.
+ALGORITHM_FIELDS = frozenset().union(*(cls.options for cls in ALGORITHMS.values()))
+# Fields that change no number: where and how fast a job runs, which part of it, what is kept.
+NOT_NUMBERS = frozenset(
+    ("times", "repetition", "optimizer", "semantics", "split", "gpu", "block_size", "threads")
+    + ("results_dir", "save_every", "save_models")
+)
+
+
+def parse_value(name: str, text: str, where: str) -> object:
+    """One option's text as its value; `where` says how the user spelled the option.
+
+    Raises InputError naming the value and what is valid.
+    """
+    parse = FIELDS[name].metadata["parse"]
+    try:
+        return parse(text)
+    except (ValueError, KeyError, OverflowError):
+        hint = parse.hint(text) if hasattr(parse, "hint") else ""
+        raise InputError(f"{where} {text!r}: not {parse.says}{hint}") from None
+
+
+def read_yaml(path: str) -> dict[str, object]:
+    """A YAML file of flat keys = option names as Config values; raises InputError."""
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise InputError(f"--config {path}: {reason}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 1})" if mark else ""
+        raise InputError(f"--config {path}: not valid YAML{line}") from None
+    if not isinstance(loaded, dict):
+        raise InputError(f"--config {path}: must hold lines `option: value`")
+    values = {}
+    for key, value in loaded.items():
+        if key not in FIELDS:
+            near = difflib.get_close_matches(str(key), FIELDS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see python main.py --help"
+            raise InputError(f"--config {path}: unknown key {key!r}{hint}")
+        if isinstance(value, (dict, list)) or value is None:
+            raise InputError(f"--config {path}: {key} needs a single value")
+        values[key] = parse_value(key, str(value), f"--config {path}: {key}")
+    return values
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
+
+    def error(self, message: str):
+        raise InputError(message)
+
+    def check_names(self, argv: Sequence[str]) -> None:
+        """Suggest the nearest option for an unknown one."""
+        known = [o for action in self._actions for o in action.option_strings]
+        for word in argv:
+            name = word.split("=")[0]
+            if name.startswith("--") and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else "; see --help"
+                raise InputError(f"{name}: unknown option{hint}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; options are grouped by which algorithms read them."""
+    parser = _Parser(
+        prog="main.py",
+        description="Personalised and baseline federated learning.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in FIELDS.items():
+        readers = [a for a, cls in ALGORITHMS.items() if name in cls.options]
+        title = "read by " + ", ".join(readers) if readers else "common options"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        group = groups[title]
+        parse, text = field.metadata["parse"], field.metadata["help"]
+        if isinstance(parse, _Flag):
+            group.add_argument(f"--{name}", action="store_const", const="true", help=text)
+            continue
+        default = "by semantics" if name in SWITCHES else field.default
+        shown = "" if default is None else f" (default: {default})"
+        choices = "{" + ",".join(parse.names) + "}" if isinstance(parse, _Choice) else None
+        group.add_argument(f"--{name}", metavar=choices or name.upper(), help=text + shown)
+    group = parser.add_argument_group("files")
+    group.add_argument("--config", metavar="FILE.yaml", help="flat keys = option names")
+    group.add_argument(
+        "--replay",
+        metavar="FILE.h5",
+        help="run a recorded configuration again and compare (with --num_global_iters, "
+        "--results_dir, --gpu, --block_size, --threads)",
+    )
+    return parser
+
+
+def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], str | None]:
+    """The values given explicitly (YAML first, command line over it) and the file to replay."""
+    parser = build_parser()
+    parser.check_names(argv)
+    given = vars(parser.parse_args(argv))
+    replay, path = given.pop("replay", None), given.pop("config", None)
+    values = read_yaml(path) if path else {}
+    values |= {name: parse_value(name, text, f"--{name}") for name, text in given.items()}
+    return values, replay
+
+
+def notices(config: Config, given: Iterable[str]) -> list[str]:
+    """What the user should know before the first round, a line each."""
+    unread = [f"--{name}" for name in given if name not in config.options()]
+    found = [f"{config.algorithm} does not read {', '.join(unread)}"] if unread else []
+    return found + config.server_class.warnings(config.resolved())
+
+
+def say(text: str) -> None:
+    """A line for the user beside the results."""
+    print(text, file=sys.stderr, flush=True)

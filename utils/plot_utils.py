@@ -1,0 +1,511 @@
+"""Result files to curves, tables, CSV and figures; imports no torch and needs no display."""
+
+import csv
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import groupby
+from pathlib import Path
+
+import h5py
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+from utils.errors import InputError
+
+FORMATS = (".png", ".pdf", ".svg")
+QUANTITIES = {
+    "rs_glob_acc": "test_acc",
+    "rs_train_acc": "train_acc",
+    "rs_train_loss": "train_loss",
+    "rs_test_loss": "test_loss",
+    "theta_test_acc": "theta_test_acc",
+    "local_test_acc": "local_test_acc",
+}
+EVALUATED = {"theta": "personalised theta", "local": "local w_i"}
+# `--semantics` sets these; where they follow from it, naming it says enough.
+SWITCHES = {"inner_weight_decay", "theta_start", "weighting", "personal", "batches"}
+SWITCHES |= {"peravg_update", "adapt", "shared_init"}
+# These never change the numbers.
+SETUP = {
+    "times",
+    "repetition",
+    "jobs",
+    "threads",
+    "gpu",
+    "results_dir",
+    "save_every",
+    "save_models",
+}
+# Okabe and Ito's colours without yellow, which is too faint for a line on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("", "s", "^", "v", "D", "P")
+# From this ratio of largest to smallest on, a panel gets a log scale.
+WIDE = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file; `values` are (repetitions, evaluations), one row unless it is an average."""
+
+    path: Path
+    config: dict
+    options: tuple[str, ...]
+    evaluates: str
+    identity: str
+    repetition: str
+    status: str
+    rounds: np.ndarray
+    values: dict[str, np.ndarray]
+    # A legacy file that was named by itself; it joins the only other figure.
+    guest: bool = False
+
+    @property
+    def group(self) -> tuple[str, str]:
+        return self.config["dataset"], self.config["model"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The repetitions of one configuration and one evaluated model."""
+
+    group: tuple[str, str]
+    algorithm: str
+    evaluates: str
+    identity: str
+    options: str
+    repetitions: str
+    note: str
+    rounds: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @property
+    def label(self) -> str:
+        parts = (self.algorithm, EVALUATED.get(self.evaluates, self.evaluates), self.options)
+        count = "average" if self.repetitions == "avg" else f"n={self.repetitions}"
+        remarks = (count, self.note)
+        return f"{', '.join(filter(None, parts))} ({', '.join(filter(None, remarks))})"
+
+    def mean(self, quantity: str) -> np.ndarray:
+        return self.values[quantity].mean(axis=0)
+
+    def std(self, quantity: str) -> np.ndarray | None:
+        """Over repetitions, n-1; None for a single one."""
+        rows = self.values[quantity]
+        with np.errstate(invalid="ignore"):
+            return rows.std(axis=0, ddof=1) if len(rows) > 1 else None
+
+
+def notice(text: str) -> None:
+    """One line that is no error and no result."""
+    print(f"notice: {text}", file=sys.stderr)
+
+
+# ---- reading ----
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """All results among files and folders; a bad file is an error if named, else a notice."""
+    runs: dict[Path, Run] = {}
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{path}: no such file or folder; run main.py first, or name others")
+        if not path.is_dir():
+            runs[path.resolve()] = read_run(path)
+            continue
+        for file in sorted(path.glob("*.h5")):
+            try:
+                run = read_run(file)
+            except InputError as error:
+                notice(f"left out: {error}")
+                continue
+            runs.setdefault(file.resolve(), replace(run, guest=False))
+    if not runs:
+        where = ", ".join(map(str, paths))
+        raise InputError(
+            f"{where}: no readable .h5 result there; run main.py first, or name others"
+        )
+    return list(runs.values())
+
+
+def read_run(path: Path) -> Run:
+    """The curves and attributes of one file; a file without attributes is a legacy one."""
+    try:
+        with h5py.File(path) as file:
+            schema = file.attrs.get("schema", 0)
+            if schema not in (0, 1):
+                raise InputError(f"{path}: schema {schema} is unknown; this version reads 1")
+            about = _described(file.attrs) if schema else _legacy(path)
+            rows = file.get("runs", {})
+            values = {
+                name: np.atleast_2d(np.asarray((rows if key in rows else file)[key], float))
+                for key, name in QUANTITIES.items()
+                if key in file
+            }
+            length = values["test_acc"].shape[1]
+            rounds = np.asarray(file["round"] if "round" in file else range(length), int)
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise InputError(f"{path}: damaged, or no result file of main.py") from error
+    if not length:
+        raise InputError(f"{path}: holds no evaluation yet")
+    if any(v.shape[1:] != rounds.shape for v in values.values()):
+        raise InputError(f"{path}: damaged, its curves and rounds differ in length")
+    return Run(path=path, rounds=rounds, values=values, **about)
+
+
+def _described(attrs: h5py.AttributeManager) -> dict:
+    config = json.loads(attrs["config"])
+    if missing := {"dataset", "model", "algorithm"} - config.keys():
+        raise KeyError(missing)
+    return {
+        "config": config,
+        "options": tuple(json.loads(attrs["options"])),
+        **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition", "status")},
+    }
+
+
+def _legacy(path: Path) -> dict:
+    # Nothing but the name tells what such a file holds; `_p_` marks the personalised model.
+    name = path.stem
+    config = {"dataset": "legacy", "model": "", "algorithm": name, "folder": path.parent.name}
+    return {
+        "config": config,
+        "options": (),
+        "evaluates": "personalised" if "_p_" in name else "global",
+        "identity": str(path.parent / name.replace("_p_", "_")),
+        "repetition": "avg" if name.endswith("_avg") else "0",
+        "status": "finished",
+        "guest": True,
+    }
+
+
+def select(runs: list[Run], wanted: dict[str, list[str]], only: str | None) -> list[Run]:
+    """The runs with the wanted config values; legacy files that were named themselves stay."""
+    for key, names in wanted.items():
+        there = sorted({run.config[key] for run in runs} - {""})
+        if missing := [name for name in names if name not in there]:
+            raise InputError(f"--{key} {missing[0]}: no such results; there are {', '.join(there)}")
+        runs = [run for run in runs if run.guest or run.config[key] in names]
+    kept = [run for run in runs if only in (None, _kind(run.evaluates))]
+    if not kept:
+        raise InputError(f"--only {only}: no such results; there are only the others")
+    return kept
+
+
+def _kind(evaluates: str) -> str:
+    return "global" if evaluates == "global" else "personal"
+
+
+# ---- averaging ----
+
+
+def make_curves(runs: list[Run]) -> list[Curve]:
+    """One curve per configuration and evaluated model; unfinished repetitions make their own."""
+    runs = _adopt_guests(_without_averages(runs))
+    options = _describe(runs)
+    sets: dict[tuple, list[Run]] = {}
+    for run in runs:
+        sets.setdefault((run.identity, run.evaluates, run.status == "finished"), []).append(run)
+    curves = [_average(members, options[members[0].identity]) for members in sets.values()]
+    return sorted(curves, key=_order)
+
+
+def _order(curve: Curve) -> tuple:
+    # Odd places hold the numbers, so that batch_size=5 comes before batch_size=20.
+    parts = re.split(r"(\d+(?:\.\d+)?)", curve.options)
+    natural = [float(part) if i % 2 else part for i, part in enumerate(parts)]
+    model = (_kind(curve.evaluates), curve.evaluates)
+    return curve.group, curve.algorithm.lower(), natural, model, curve.note
+
+
+def _without_averages(runs: list[Run]) -> list[Run]:
+    kept: dict[tuple, Run] = {}
+    for run in runs:
+        key = (run.identity, run.evaluates, run.repetition)
+        if key in kept:
+            notice(f"left out: {run.path}, the same repetition as {kept[key].path}")
+        kept.setdefault(key, run)
+    single = {key[:2] for key in kept if key[2] != "avg"}
+    return [run for key, run in kept.items() if key[2] != "avg" or key[:2] not in single]
+
+
+def _adopt_guests(runs: list[Run]) -> list[Run]:
+    groups = {run.group for run in runs if not run.guest}
+    if len(groups) != 1:
+        return runs
+    dataset, model = groups.pop()
+    home = {"dataset": dataset, "model": model}
+    return [replace(r, config={**r.config, **home}) if r.guest else r for r in runs]
+
+
+def _average(runs: list[Run], options: str) -> Curve:
+    first = runs[0]
+    rounds = reduce(np.intersect1d, [run.rounds for run in runs])
+    names = [name for name in first.values if all(name in run.values for run in runs)]
+    values = {
+        name: np.concatenate([r.values[name][:, np.isin(r.rounds, rounds)] for r in runs])
+        for name in names
+    }
+    ends = sorted({int(run.rounds[-1]) for run in runs})
+    states = sorted({run.status for run in runs} - {"finished"})
+    at = f"round {ends[0]}" if len(ends) == 1 else f"rounds {ends[0]} to {ends[-1]}"
+    count = len(values["test_acc"])
+    mean_only = first.repetition == "avg" and count == 1
+    curve = Curve(
+        group=first.group,
+        algorithm=first.config["algorithm"],
+        evaluates=first.evaluates,
+        identity=first.identity,
+        options=options,
+        repetitions="avg" if mean_only else str(count),
+        note=f"{' or '.join(states)} at {at}" if states else "",
+        rounds=rounds,
+        values=values,
+    )
+    if any(len(run.rounds) != len(rounds) for run in runs):
+        notice(f"{curve.label}: unequal lengths, averaged over the {len(rounds)} common rounds")
+    return curve
+
+
+def _describe(runs: list[Run]) -> dict[str, str]:
+    """Per identity, the options that tell it from the other configurations of its algorithm."""
+    labels = {}
+
+    def algorithm(run: Run) -> tuple:
+        return *run.group, run.config["algorithm"]
+
+    for _, members in groupby(sorted(runs, key=algorithm), key=algorithm):
+        labels.update(_tell_apart({run.identity: run for run in members}))
+    return labels
+
+
+def _tell_apart(runs: dict[str, Run]) -> dict[str, str]:
+    read = dict.fromkeys(option for run in runs.values() for option in run.options)
+    every = dict.fromkeys(option for run in runs.values() for option in run.config)
+    for keys in (read, every):
+        names = _differing([run.config for run in runs.values()], keys)
+        labels = {
+            identity: ", ".join(f"{name}={_show(run.config.get(name))}" for name in names)
+            for identity, run in runs.items()
+        }
+        if len(set(labels.values())) == len(runs):
+            return labels
+    # The same options on other data: only the identity is left to tell them apart.
+    return {identity: f"{label} #{identity[:6]}".strip() for identity, label in labels.items()}
+
+
+def _differing(configs: list[dict], keys: Iterable[str]) -> list[str]:
+    def values(key: str, among: list[dict]) -> set[str]:
+        return {_show(config.get(key)) for config in among}
+
+    names = [key for key in keys if key not in SETUP and len(values(key, configs)) > 1]
+    if "semantics" not in names:
+        return names
+    presets = [
+        [c for c in configs if _show(c.get("semantics")) == s] for s in values("semantics", configs)
+    ]
+    return [
+        key
+        for key in names
+        if key not in SWITCHES or any(len(values(key, preset)) > 1 for preset in presets)
+    ]
+
+
+def _show(value: object) -> str:
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:.12g}" if plain else str(value)
+
+
+# ---- table and CSV ----
+
+
+def meaning(target: float) -> str:
+    """What the columns of the tables hold."""
+    return (
+        "Test accuracy in %: mean +- std over n repetitions (std with n-1).\n"
+        "best on test: each repetition's best; last 10: mean of its last 10 evaluations;\n"
+        f"rounds to {100 * target:g} %: first evaluated round in which the mean curve is there."
+    )
+
+
+def table(curves: list[Curve], target: float) -> str:
+    """One row per curve."""
+    head = ("algorithm", "evaluated model", "options that differ", "n", "last round")
+    head += ("last", "best on test", "last 10", f"rounds to {100 * target:g} %")
+    rows = [head, *(_row(curve, target) for curve in curves)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def _row(curve: Curve, target: float) -> tuple[str, ...]:
+    accuracy = 100 * curve.values["test_acc"]
+    # fmax, because a diverged run may end in NaN.
+    figures = (accuracy[:, -1], np.fmax.reduce(accuracy, axis=1), accuracy[:, -10:].mean(axis=1))
+    reached = np.flatnonzero(curve.mean("test_acc") >= target)
+    return (
+        curve.algorithm,
+        EVALUATED.get(curve.evaluates, curve.evaluates),
+        curve.options or "-",
+        curve.repetitions,
+        curve.note or str(curve.rounds[-1]),
+        *map(_mean_std, figures),
+        str(curve.rounds[reached[0]]) if len(reached) else "-",
+    )
+
+
+def _mean_std(figures: np.ndarray) -> str:
+    spread = f" +- {figures.std(ddof=1):.2f}" if len(figures) > 1 else ""
+    return f"{figures.mean():.2f}{spread}"
+
+
+def write_csv(path: Path, curves: list[Curve]) -> None:
+    """All curves in long form; accuracies as fractions, std empty for a single repetition."""
+    head = "dataset,model,algorithm,evaluates,label,round,quantity,mean,std,n"
+    with _replacing(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(head.split(","))
+        for curve in curves:
+            about = (*curve.group, curve.algorithm, curve.evaluates, curve.label)
+            for name in curve.values:
+                std = curve.std(name)
+                spreads = [""] * len(curve.rounds) if std is None else std.tolist()
+                points = zip(curve.rounds, curve.mean(name).tolist(), spreads, strict=True)
+                for t, mean, spread in points:
+                    writer.writerow((*about, t, name, mean, spread, curve.repetitions))
+
+
+# ---- figure ----
+
+
+def draw(curves: list[Curve]) -> Figure:
+    """Test accuracy and train loss over the rounds, the legend below."""
+    columns = 2 if max(len(curve.label) for curve in curves) <= 60 else 1
+    legend_rows = -(-len(curves) // columns)
+    figure = Figure(figsize=(10, 4.1 + 0.2 * legend_rows), layout="constrained")
+    left, right = figure.subplots(1, 2, sharex=True)
+    identities = list(dict.fromkeys(curve.identity for curve in curves))
+    for curve in curves:
+        style = _style(curve, identities.index(curve.identity))
+        _plot(left, curve, "test_acc", 100, style)
+        _plot(right, curve, "train_loss", 1, style)
+    left.set_ylabel("test accuracy (%)")
+    right.set_ylabel("train loss")
+    _fit_accuracy(left, [curve.mean("test_acc") for curve in curves])
+    _fit_loss(right, [curve.mean("train_loss") for curve in curves if "train_loss" in curve.values])
+    for axes in (left, right):
+        axes.set_xlabel("round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(" ".join(filter(None, curves[0].group)))
+    hints = {
+        "dashed: global model": any(curve.evaluates == "global" for curve in curves),
+        "dotted: not finished": any(curve.note for curve in curves),
+        "band: +-1 std over the repetitions": any(len(c.values["test_acc"]) > 1 for c in curves),
+    }
+    figure.legend(
+        handles=left.get_lines(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize="small",
+        title="; ".join(hint for hint, applies in hints.items() if applies),
+        title_fontsize="small",
+        handlelength=3,
+        frameon=False,
+    )
+    return figure
+
+
+def _style(curve: Curve, index: int) -> dict:
+    shape = MARKERS[index // len(COLOURS) % len(MARKERS)]
+    dash = "--" if curve.evaluates == "global" else "-"
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": ":" if curve.note else dash,
+        "marker": shape or ("o" if len(curve.rounds) == 1 else ""),
+        "markevery": max(1, len(curve.rounds) // 10),
+        "markersize": 5,
+        "linewidth": 1.4,
+        "label": curve.label,
+    }
+
+
+def _plot(axes: Axes, curve: Curve, quantity: str, unit: float, style: dict) -> None:
+    if quantity not in curve.values:
+        return
+    mean, std = unit * curve.mean(quantity), curve.std(quantity)
+    axes.plot(curve.rounds, mean, **style)
+    if std is not None:
+        band = (mean - unit * std, mean + unit * std)
+        axes.fill_between(curve.rounds, *band, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def _fit_accuracy(axes: Axes, means: list[np.ndarray]) -> None:
+    """Log scale of the error where a linear axis would press the upper curves together."""
+    errors = 100 - 100 * _finite(means)
+    least = min(errors[errors > 0], default=np.inf) / 1.2
+    if not np.isfinite(least) or errors.max() <= WIDE * least:
+        return
+
+    def forward(accuracy: np.ndarray) -> np.ndarray:
+        # No error at all has no logarithm; it is drawn on the upper edge.
+        return -np.log10(np.maximum(100 - accuracy, least))
+
+    axes.set_yscale("function", functions=(forward, lambda level: 100 - 10**-level))
+    axes.set_ylim(100 - min(100, 1.1 * errors.max()), 100 - least)
+    steps = [10.0**power * step for power in range(-3, 2) for step in (2, 3, 5, 7, 10)]
+    axes.yaxis.set_major_locator(FixedLocator([100 - e for e in steps if e >= least]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.set_ylabel("test accuracy (%), log scale of the error")
+
+
+def _fit_loss(axes: Axes, means: list[np.ndarray]) -> None:
+    """Log scale for a wide range; one exploding curve may leave the panel, the others stay."""
+    losses = _finite(means)
+    low = min(losses[losses > 0], default=np.inf)
+    peaks = sorted(max(_finite([mean]), default=0) for mean in means)
+    high = min(peaks[-1], 10 * peaks[(len(peaks) - 1) // 2]) if peaks else 0
+    if high > WIDE * low:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.2, high * 1.2)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def _finite(curves: Iterable[np.ndarray]) -> np.ndarray:
+    points = np.concatenate([np.empty(0), *curves])
+    return points[np.isfinite(points)]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure under its name only once it is complete."""
+    # Without dates, the same curves give the same file.
+    dates = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+    suffix = path.suffix.lower()
+    with _replacing(path) as part:
+        figure.savefig(part, format=suffix[1:], dpi=150, metadata=dates.get(suffix))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()

@@ -1,0 +1,311 @@
+"""Result files: one .h5 per repetition (and its `_p` file), written crash-safe, and averages."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+
+from FLAlgorithms.evaluation import Metrics
+from FLAlgorithms.servers.serverbase import Server
+from utils.config import NOT_NUMBERS, Config
+from utils.errors import InputError
+from utils.partition import Split
+
+SCHEMA = 1
+CODE_VERSION = "0.1.0"
+CURVES = ("rs_glob_acc", "rs_train_acc", "rs_train_loss", "rs_test_loss")
+# What the file name spells out; everything else that changes numbers goes into its hash.
+IN_NAME = ("dataset", "model", "algorithm", "learning_rate", "beta", "lamda", "numusers")
+IN_NAME += ("batch_size", "local_epochs")
+PERSONAL_STEPS = ("K", "personal_learning_rate")
+
+
+def number(value: float) -> str:
+    """One spelling for every number: 1 and 1.0 give 1."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+def name_fields(config: Config) -> tuple[str, ...]:
+    """The fields that the file name of this algorithm spells out."""
+    return IN_NAME + (PERSONAL_STEPS if "K" in config.server_class.options else ())
+
+
+def identity(config: Config, split: Split) -> dict[str, object]:
+    """Every field that changes this algorithm's numbers and is not at its default.
+
+    Only what differs from the default counts, so that a new option changes no old name.
+    """
+    default = Config(algorithm=config.algorithm).resolved()
+    found = {
+        name: getattr(config, name)
+        for name in config.options()
+        if name not in NOT_NUMBERS and getattr(config, name) != getattr(default, name)
+    }
+    return found | ({} if config.split == "default" else {"split": split.hash})
+
+
+def file_name(config: Config, split: Split, personal: bool) -> str:
+    """The name up to the repetition: <Dataset>_<model>_<Algorithm>[_p]_..., without `_<i>.h5`."""
+    c = config
+    parts = [c.dataset, c.model, c.algorithm + ("_p" if personal else "")]
+    parts += [number(c.learning_rate), number(c.beta), number(c.lamda)]
+    parts += [f"{c.numusers}u", f"{c.batch_size}b", str(c.local_epochs)]
+    named = name_fields(config)
+    if PERSONAL_STEPS[0] in named:
+        parts += [str(c.K), number(c.personal_learning_rate)]
+    rest = {k: v for k, v in identity(config, split).items() if k not in named}
+    return "_".join([*parts, digest(rest)] if rest else parts)
+
+
+def digest(values: dict[str, object]) -> str:
+    """A short hash of some options."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@contextmanager
+def atomic_h5(path: Path):
+    """An .h5 file to write; it appears under `path`, whole, when the block ends without error."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with h5py.File(beside, "w") as file:
+            yield file
+        os.replace(beside, path)
+    except OSError as error:
+        raise InputError(
+            f"--results_dir {path.parent}: cannot write {path.name} ({error})"
+        ) from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class Recorder:
+    """Records one repetition; saves the state so far as NAME.h5.part, the end as NAME.h5."""
+
+    def __init__(
+        self,
+        config: Config,
+        split: Split,
+        repetition: int,
+        facts: dict[str, object],
+        progress: Callable[[int, Metrics | None], None] | None = None,
+    ) -> None:
+        """`config`: all switches resolved; `facts`: `device` and `normalize` as really used."""
+        self.config, self.split, self.repetition = config, split, repetition
+        folder = Path(config.results_dir)
+        self.paths = {
+            p: folder / f"{file_name(config, split, p)}_{repetition}.h5" for p in (False, True)
+        }
+        self.identity = {name: getattr(config, name) for name in name_fields(config)}
+        self.identity |= identity(config, split)
+        self.facts, self.progress = facts, progress
+        self.started, self.clock = datetime.now(timezone.utc), time.monotonic()
+        self.saved = self.clock
+        self.main: list[tuple[int, Metrics]] = []
+        self.personal: list[tuple[int, dict[str, Metrics]]] = []
+        self.selected: list[np.ndarray] = []
+        self.server: Server | None = None
+        self.init: dict[str, np.ndarray] = {}
+
+    def attach(self, server: Server) -> None:
+        """Watch a server that is about to run."""
+        self.server, server.observer = server, self
+        self.init = _tensors(server)
+
+    # ---- the Observer's side
+
+    def evaluated(self, round_number: int, metrics: Metrics) -> None:
+        """The global model after `round_number` rounds."""
+        self.main.append((round_number, metrics))
+        if self.progress:
+            self.progress(round_number, metrics)
+
+    def personalized(self, round_number: int, models: dict[str, Metrics]) -> None:
+        """The personalised models of a round."""
+        self.personal.append((round_number, models))
+
+    def round_done(self, round_number: int, selected: np.ndarray) -> None:
+        """Keep who was selected; save now and then."""
+        self.selected.append(selected)
+        if self.progress:
+            self.progress(round_number, None)
+        if time.monotonic() - self.saved >= self.config.save_every:
+            self.save(lambda path: path.with_name(path.name + ".part"), "running")
+
+    # ---- files
+
+    def close(self, status: str) -> list[Path]:
+        """Write what was measured; a run that did not finish never replaces one that did."""
+        kept = status != "finished" and any(finished(p) for p in self.paths.values())
+        place = (lambda path: path.with_name(path.name + ".part")) if kept else (lambda path: path)
+        written = self.save(place, status)
+        if not kept:
+            for path in self.paths.values():
+                path.with_name(path.name + ".part").unlink(missing_ok=True)
+        return written
+
+    def save(self, place: Callable[[Path], Path], status: str) -> list[Path]:
+        """Write the main file and, where there are personalised models, the `_p` file."""
+        self.saved = time.monotonic()
+        written = [place(self.paths[False])]
+        with atomic_h5(written[0]) as file:
+            self._attributes(file, status, "global", self.paths[True])
+            _write_curves(file, [(r, m) for r, m in self.main])
+            width = max((len(s) for s in self.selected), default=0)
+            rows = np.full((len(self.selected), width), -1, dtype=np.int32)
+            for row, who in zip(rows, self.selected, strict=True):
+                row[: len(who)] = who
+            file["selected_users"] = rows
+            _write_group(file, "init", self.init)
+            _write_group(file, "final", _tensors(self.server))
+            write_split(file, self.split)
+        primary = self.server.primary
+        if primary:
+            written.append(place(self.paths[True]))
+            with atomic_h5(written[1]) as file:
+                self._attributes(file, status, primary, self.paths[False])
+                _write_curves(file, [(r, models[primary]) for r, models in self.personal])
+                names = self.server.user_class.personal
+                for name in names if len(names) > 1 else ():
+                    curve = [models[name].accuracy("test") for _, models in self.personal]
+                    file[f"{name}_test_acc"] = np.array(curve, dtype=np.float64)
+                if status == "finished" and self.config.save_models:
+                    self._write_models(file)
+        return written
+
+    def _attributes(self, file: h5py.File, status: str, evaluates: str, partner: Path) -> None:
+        config = self.config
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions["numpy"] = np.__version__
+        file.attrs.update(
+            {
+                "schema": SCHEMA,
+                "config": json.dumps(
+                    dataclasses.asdict(config) | {"normalize": self.facts["normalize"]}
+                ),
+                "identity": digest(self.identity),
+                "options": json.dumps(config.options()),
+                "class": type(self.server).__name__,
+                "code_version": CODE_VERSION,
+                "versions": json.dumps(versions),
+                "dtype": config.dtype,
+                "started": self.started.isoformat(timespec="seconds"),
+                "wall_seconds": time.monotonic() - self.clock,
+                "status": status,
+                "data_hash": self.split.hash,
+                "manifest": json.dumps(self.split.manifest),
+                "evaluates": evaluates,
+                "repetition": self.repetition,
+                "partner": partner.name,
+                "device": self.facts["device"],
+            }
+        )
+
+    def _write_models(self, file: h5py.File) -> None:
+        for name, rows in self.server.personal_models().items():
+            for user, value in zip(self.split.users, rows.cpu().numpy(), strict=True):
+                file[f"personal/{user}/{name}"] = value
+
+
+def _tensors(server: Server) -> dict[str, np.ndarray]:
+    return {n: t.detach().cpu().numpy().copy() for n, t in server.model.state_dict().items()}
+
+
+def _write_group(file: h5py.File, group: str, values: dict[str, np.ndarray]) -> None:
+    for name, value in values.items():
+        file[f"{group}/{name}"] = value
+
+
+def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]]) -> None:
+    curves = {name: [] for name in CURVES}
+    for _, m in entries:
+        values = (
+            m.accuracy("test"),
+            m.accuracy("train"),
+            m.mean_loss("train"),
+            m.mean_loss("test"),
+        )
+        for name, value in zip(CURVES, values, strict=True):
+            curves[name].append(value)
+    for name, values in curves.items():
+        file[name] = np.array(values, dtype=np.float64)
+    file["round"] = np.array([r for r, _ in entries], dtype=np.int64)
+    users = [m.user_accuracy("test") for _, m in entries]
+    file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(len(entries), -1)
+
+
+def write_split(file: h5py.File, split: Split) -> None:
+    """`users` in their order; split/USER/train, test; labels only where they differ."""
+    file["users"] = np.array(split.users, dtype=h5py.string_dtype())
+    for index, user in enumerate(split.users):
+        for part in ("train", "test"):
+            rows = getattr(split, part)[index]
+            file[f"split/{user}/{part}"] = np.asarray(rows, dtype=np.int32)
+            if (index, part) in split.labels:
+                file[f"split/{user}/{part}_label"] = split.labels[index, part].astype(np.int32)
+
+
+def finished(path: Path) -> bool:
+    """Whether the file holds a whole run."""
+    try:
+        with h5py.File(path) as file:
+            return file.attrs.get("status") == "finished"
+    except OSError:
+        return False
+
+
+def average(paths: Sequence[Path], target: Path) -> None:
+    """Element-wise mean over finished repetitions, `*_std` (n-1), and `runs/*` stacked."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for path in paths:
+        with h5py.File(path) as file:
+            for name, values in file.items():
+                if isinstance(values, h5py.Dataset) and values.dtype.kind == "f":
+                    stacks.setdefault(name, []).append(values[()])
+    with atomic_h5(target) as out, h5py.File(paths[0]) as first:
+        out.attrs.update(dict(first.attrs) | {"repetition": "avg", "repetitions": len(paths)})
+        out["round"] = first["round"][()]
+        for name, runs in stacks.items():
+            runs = np.stack(runs)
+            out[name] = runs.mean(0)
+            out[f"{name}_std"] = std(runs)
+            out[f"runs/{name}"] = runs
+
+
+def std(runs: np.ndarray) -> np.ndarray:
+    """Standard deviation over the first axis, n-1; zero for one run."""
+    return runs.std(0, ddof=1) if len(runs) > 1 else np.zeros(runs.shape[1:])
+
+
+def summary(paths: Iterable[Path], label: str) -> list[str]:
+    """Lines of a table: last, best on test and mean of the last 10 evaluations, per repetition."""
+    rows = []
+    for path in paths:
+        with h5py.File(path) as file:
+            acc = file["rs_glob_acc"][()] * 100
+        if len(acc):
+            rows.append((path, (acc[-1], acc.max(), acc[-10:].mean())))
+    if not rows:
+        return []
+    lines = [f"{label:<34} {'last':>14} {'best on test':>14} {'mean of last 10':>16}"]
+    for path, values in rows:
+        name = f"  repetition {path.stem.rsplit('_', 1)[1]}"
+        lines.append(f"{name:<34} {values[0]:14.2f} {values[1]:14.2f} {values[2]:16.2f}")
+    if len(rows) > 1:
+        table = np.array([values for _, values in rows])
+        cells = [f"{m:.2f} +- {s:.2f}" for m, s in zip(table.mean(0), std(table), strict=True)]
+        name = "  mean +- std over repetitions (n-1)"
+        lines.append(f"{name:<34} {cells[0]:>14} {cells[1]:>14} {cells[2]:>16}")
+    return lines
