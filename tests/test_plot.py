@@ -159,6 +159,14 @@ def test_labels_name_exactly_the_options_that_differ(tmp_path):
     ]
 
 
+def test_option_names_are_those_of_the_config():
+    from utils.config import NOT_NUMBERS, SWITCHES
+
+    assert set(SWITCHES) == plots.SWITCHES
+    # These two tell configurations apart in a label.
+    assert NOT_NUMBERS - {"semantics", "split"} == plots.SETUP
+
+
 def test_a_switch_is_named_unless_the_semantics_imply_it(tmp_path):
     write(tmp_path / "a_0.h5", [0.1])
     write(tmp_path / "b_0.h5", [0.1], semantics="authors", weighting="samples")
@@ -271,6 +279,11 @@ def test_averages_are_read_only_where_there_is_no_run_file(tmp_path):
     (curve,) = curves(average)
     assert curve.repetitions == "2"
     np.testing.assert_allclose(curve.mean("train_loss"), [3, 1.5])
+    with h5py.File(average, "a") as file:
+        for name in list(file["runs"]):
+            rows = file["runs"].pop(name)[:1]
+            file[f"runs/{name}"] = rows
+    assert curves(average)[0].repetitions == "1"
     write(tmp_path / "a_0.h5", [0.1, 0.2])
     (curve,) = curves(tmp_path)
     np.testing.assert_allclose(curve.mean("test_acc"), [0.1, 0.2])
@@ -291,7 +304,7 @@ def test_csv(tmp_path):
     write(tmp_path / "a_1.h5", [0.75, 0.5], repetition=1)
     write(tmp_path / "b_0.h5", [0.125], algorithm="SCAFFOLD")
     out = tmp_path / "curves.csv"
-    assert run(tmp_path, "--csv", out) == 0
+    assert run("--results_dir", tmp_path, "--csv", out) == 0
     with open(out, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     head = "dataset,model,algorithm,evaluates,label,round,quantity,mean,std,n"
@@ -328,7 +341,7 @@ def test_csv(tmp_path):
         (["text.h5"], "text.h5: damaged"),
         (["other.h5"], "other.h5: damaged, or no result"),
         (["lacking.h5"], "lacking.h5: damaged, or no result"),
-        (["empty.h5"], "empty.h5: holds no evaluation yet"),
+        (["empty.h5"], "empty.h5: holds no evaluations"),
         (["uneven.h5"], "uneven.h5: damaged, its curves and rounds differ"),
         (["future.h5"], "future.h5: schema 2 is unknown"),
     ],

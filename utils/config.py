@@ -1,4 +1,4 @@
-"""One frozen Config: each field carries its default, help, parser and range; CLI and YAML fill it."""
+"""One frozen Config, filled by command line and YAML; a field carries default, help and parser."""
 
 from __future__ import annotations
 
@@ -256,8 +256,8 @@ FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Co
 ALGORITHM_FIELDS = frozenset().union(*(cls.options for cls in ALGORITHMS.values()))
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
 NOT_NUMBERS = frozenset(
-    ("times", "repetition", "optimizer", "semantics", "split", "gpu", "block_size", "threads")
-    + ("results_dir", "save_every", "save_models")
+    "times repetition optimizer semantics split gpu block_size threads results_dir save_every "
+    "save_models".split()
 )
 
 

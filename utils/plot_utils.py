@@ -30,20 +30,13 @@ QUANTITIES = {
     "local_test_acc": "local_test_acc",
 }
 EVALUATED = {"theta": "personalised theta", "local": "local w_i"}
-# `--semantics` sets these; where they follow from it, naming it says enough.
+# `--semantics` sets these; where they follow from it, naming it says enough. Importing them from
+# utils.config would bring torch along.
 SWITCHES = {"inner_weight_decay", "theta_start", "weighting", "personal", "batches"}
 SWITCHES |= {"peravg_update", "adapt", "shared_init"}
-# These never change the numbers.
-SETUP = {
-    "times",
-    "repetition",
-    "jobs",
-    "threads",
-    "gpu",
-    "results_dir",
-    "save_every",
-    "save_models",
-}
+# These change no numbers.
+SETUP = {"times", "repetition", "optimizer", "gpu", "block_size", "threads", "results_dir"}
+SETUP |= {"save_every", "save_models"}
 # Okabe and Ito's colours without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("", "s", "^", "v", "D", "P")
@@ -53,7 +46,7 @@ WIDE = 10
 
 @dataclass(frozen=True)
 class Run:
-    """One result file; `values` are (repetitions, evaluations), one row unless it is an average."""
+    """One result file; `values` are (repetitions, evaluations), one row unless `stacked`."""
 
     path: Path
     config: dict
@@ -64,6 +57,7 @@ class Run:
     status: str
     rounds: np.ndarray
     values: dict[str, np.ndarray]
+    stacked: bool
     # A legacy file that was named by itself; it joins the only other figure.
     guest: bool = False
 
@@ -143,7 +137,7 @@ def read_run(path: Path) -> Run:
             if schema not in (0, 1):
                 raise InputError(f"{path}: schema {schema} is unknown; this version reads 1")
             about = _described(file.attrs) if schema else _legacy(path)
-            rows = file.get("runs", {})
+            rows = dict(file.get("runs", {}))
             values = {
                 name: np.atleast_2d(np.asarray((rows if key in rows else file)[key], float))
                 for key, name in QUANTITIES.items()
@@ -154,10 +148,10 @@ def read_run(path: Path) -> Run:
     except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise InputError(f"{path}: damaged, or no result file of main.py") from error
     if not length:
-        raise InputError(f"{path}: holds no evaluation yet")
+        raise InputError(f"{path}: holds no evaluations")
     if any(v.shape[1:] != rounds.shape for v in values.values()):
         raise InputError(f"{path}: damaged, its curves and rounds differ in length")
-    return Run(path=path, rounds=rounds, values=values, **about)
+    return Run(path=path, rounds=rounds, values=values, stacked=bool(rows), **about)
 
 
 def _described(attrs: h5py.AttributeManager) -> dict:
@@ -257,7 +251,7 @@ def _average(runs: list[Run], options: str) -> Curve:
     states = sorted({run.status for run in runs} - {"finished"})
     at = f"round {ends[0]}" if len(ends) == 1 else f"rounds {ends[0]} to {ends[-1]}"
     count = len(values["test_acc"])
-    mean_only = first.repetition == "avg" and count == 1
+    mean_only = first.repetition == "avg" and not first.stacked
     curve = Curve(
         group=first.group,
         algorithm=first.config["algorithm"],

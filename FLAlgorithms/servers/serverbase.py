@@ -114,7 +114,8 @@ class Server:
         """Train the users `ids` from the global model and yield what they upload, block by block.
 
         Each report has `ids`, `weight` (shape `block`; 0 outside this round's sample) and the
-        attributes that the User class names in `uploads`. `payload` goes to `train()`.
+        attributes that the User class names in `uploads`; it is good until the next one, whose
+        users reuse the tensors. `payload` goes to `train()`.
         """
         tally = self._tally() if self.personal_at == "trained" else None
         buffers = WeightedMean()

@@ -7,7 +7,7 @@ Differences from the paper: 1. `--participation sampled` (off by default) trains
 users. 2. The proximal problem is solved by K plain gradient steps on one minibatch.
 Differences from the authors' code, by default (all gone with `--semantics authors`):
 1. The personalised model is theta_i; their curves show the local model w_i (`--personal local`).
-2. theta starts each local round at w_i; there it goes on from the last theta (`--theta_start warm`).
+2. theta starts each local round at w_i; there at the last theta (`--theta_start warm`).
 3. No weight decay in the inner steps; there 0.001 (`--inner_weight_decay`).
 4. Uniform weights and shuffled minibatches; there weights by samples and file order.
 5. Repetitions differ in the initial model; there they share it (`--shared_init yes`).
@@ -34,31 +34,27 @@ class pFedMe(Server):
 
     @classmethod
     def warnings(cls, config) -> list[str]:
-        outer = config.learning_rate * config.lamda
-        inner = config.personal_learning_rate * (config.lamda + config.inner_weight_decay)
+        eta, plr, lamda = config.learning_rate, config.personal_learning_rate, config.lamda
+        decay = config.inner_weight_decay
         found = []
-        if outer > 1:
+        if eta * lamda > 1:
             found.append(
-                f"--learning_rate {config.learning_rate:g} times --lamda {config.lamda:g} is "
-                f"{outer:g} > 1: the outer step overshoots theta"
+                f"--learning_rate {eta:g} times --lamda {lamda:g} is {eta * lamda:g} > 1: "
+                "the outer step overshoots theta"
             )
-        if inner > 2:
+        if plr * (lamda + decay) > 2:
             found.append(
-                f"--personal_learning_rate {config.personal_learning_rate:g} times "
-                f"(--lamda {config.lamda:g} + decay {config.inner_weight_decay:g}) is {inner:g} > 2: "
-                "the inner steps diverge whatever the data"
+                f"--personal_learning_rate {plr:g} times (--lamda {lamda:g} + decay {decay:g}) is "
+                f"{plr * (lamda + decay):g} > 2: the inner steps diverge whatever the data"
             )
         return found
 
     def round(self) -> None:
         sampled = self.sample()
+        trained = {"all": self.everyone, "sampled": sampled}[self.config.participation]
         mean = WeightedMean()
-        for user in self.trained(self.participants(sampled)):
+        for user in self.trained(trained):
             mean.add(user.weight, user.params)  # weight 0 outside the sample
         lerp_(
             self.params, mean.value(self.params), self.config.beta
         )  # (1 - beta) w + beta mean_S w_i
-
-    def participants(self, sampled):
-        """Who trains: everybody, as in the paper, or the sample alone."""
-        return {"all": self.everyone, "sampled": sampled}[self.config.participation]

@@ -20,7 +20,7 @@ class SCAFFOLD(Server):
 
     user_class = UserSCAFFOLD
     options = ("scaffold_option", "server_learning_rate")
-    overrides = dict.fromkeys(("paper", "authors", "authors2020"), {"weighting": "uniform"})
+    overrides = {name: {"weighting": "uniform"} for name in ("paper", "authors", "authors2020")}
 
     @classmethod
     def check(cls, config) -> None:

@@ -1,6 +1,6 @@
 """The block engine's model: C copies of a module side by side, parameters (C, *shape).
 
-`stacked(module, C)` maps inputs (C, batch, ...) to outputs (C, batch, ...). Users do not interact, so
+`stacked(module, C)` maps inputs (C, batch, ...) to outputs (C, batch, ...). Users do not interact:
 the gradient of the sum of the users' losses holds each user's own gradient in its own row.
 """
 

@@ -1,7 +1,7 @@
 """What every user does alike: receive, step through minibatches, take gradients.
 
 A User is a block of users: `block` is () for one user on a plain module and (C,) for C users in
-lockstep on a stacked one. Its tensors are (*block, *shape), its per-user numbers have shape `block`.
+lockstep on a stacked one. Its tensors are (*block, *shape), its per-user numbers (*block,).
 """
 
 from __future__ import annotations
