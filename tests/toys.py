@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from FLAlgorithms.servers.serverbase import Server
-from FLAlgorithms.trainmodel.models import MODELS, Classifier, build_model
+from FLAlgorithms.trainmodel.models import Classifier, build_model
 from utils.batches import FederatedData
 from utils.config import Config
 
@@ -127,6 +127,3 @@ def watched(server: Server) -> tuple[Server, Diary]:
 def flat(params) -> Tensor:
     """All parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in params])
-
-
-assert set(SHAPES) == set(MODELS)

@@ -1,0 +1,149 @@
+"""The block engine against the reference engine, float64: the same numbers to 1e-12."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from FLAlgorithms.servers import ALGORITHMS
+from FLAlgorithms.trainmodel.models import MODELS
+from tests.toys import SHAPES, UNEQUAL, blobs, federation, flat, watched
+from utils.batches import FederatedData
+
+CLOSE = {"rtol": 0, "atol": 1e-12}
+ALL = len(UNEQUAL)
+
+
+def run(algorithm, model, block_size, **options):
+    server, diary = watched(federation(algorithm, model, block_size=block_size, **options))
+    return server, diary
+
+
+def assert_same(one, other):
+    """Global parameters, every user's state, and every recorded metric."""
+    (a, told_a), (b, told_b) = one, other
+    torch.testing.assert_close(flat(a.params), flat(b.params), **CLOSE)
+    for name in a.bank:
+        torch.testing.assert_close(flat(a.bank[name]), flat(b.bank[name]), **CLOSE)
+    assert told_a.main.keys() == told_b.main.keys()
+    for t, metrics in told_a.main.items():
+        assert_same_metrics(metrics, told_b.main[t])
+    assert told_a.personal.keys() == told_b.personal.keys()
+    for t, models in told_a.personal.items():
+        for name, metrics in models.items():
+            assert_same_metrics(metrics, told_b.personal[t][name])
+    for part in a.planner.cursors:
+        assert (a.planner.cursors[part] == b.planner.cursors[part]).all()
+
+
+def assert_same_metrics(a, b):
+    for part in a.sizes:
+        np.testing.assert_allclose(a.loss[part], b.loss[part], rtol=0, atol=1e-11)
+        assert (a.correct[part] == b.correct[part]).all()
+
+
+@pytest.mark.parametrize("semantics", ["paper", "authors"])
+@pytest.mark.parametrize("unit", [{"local_epochs": 3}, {"local_unit": "epochs", "local_epochs": 1}])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_blocks_equal_the_reference(algorithm, model, unit, semantics):
+    options = unit | {"semantics": semantics}
+    reference = run(algorithm, model, 0, **options)
+    start = flat(federation(algorithm, model, **options).params)
+    assert not torch.equal(flat(reference[0].params), start)
+    for block_size in (1, 3, ALL):
+        assert_same(reference, run(algorithm, model, block_size, **options))
+
+
+VARIANTS = [
+    ("PerAvg", {"hessian": "exact"}),
+    ("PerAvg", {"hessian": "hf"}),
+    ("PerAvg", {"semantics": "authors2020"}),
+    ("FedNova", {"momentum": 0.9, "mu": 0.3, "server_momentum": 0.5}),
+    ("FedProx", {"momentum": 0.9, "mu": 0.3}),
+    ("FedAvg", {"momentum": 0.9, "weighting": "uniform", "server_learning_rate": 0.5}),
+    ("SCAFFOLD", {"scaffold_option": 1}),
+    ("SCAFFOLD", {"weighting": "samples"}),
+    ("pFedMe", {"participation": "sampled"}),
+    ("pFedMe", {"theta_start": "warm", "inner_weight_decay": 0.1, "personal": "local"}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), VARIANTS)
+def test_switches_on_both_engines(algorithm, options):
+    options = options | {"local_unit": "epochs", "local_epochs": 1}
+    reference = run(algorithm, "dnn", 0, **options)
+    for block_size in (3, ALL):
+        assert_same(reference, run(algorithm, "dnn", block_size, **options))
+
+
+def test_second_order_with_dropout_and_convolutions():
+    options = {"hessian": "exact", "num_global_iters": 1}
+    assert_same(run("PerAvg", "cnn", 0, **options), run("PerAvg", "cnn", 3, **options))
+
+
+def test_colour_cnn_on_both_engines():
+    options = {"data": blobs((3, 16, 16)), "num_global_iters": 1}
+    assert_same(run("pFedMe", "cnn", 0, **options), run("pFedMe", "cnn", 3, **options))
+
+
+def test_dropout_masks_change_the_result_and_are_keyed_by_user():
+    """Another seed gives other masks; the same user in another company gets the same ones."""
+    server = federation("FedAvg", "cnn", num_global_iters=1, eval_every=0)
+    server.sample()
+    alone = {i: _train(server, [i])[0] for i in (1, 4, 6)}
+    together = federation("FedAvg", "cnn", num_global_iters=1, eval_every=0, block_size=3)
+    together.sample()
+    for i, params in zip((1, 4, 6), _train(together, [1, 4, 6]), strict=True):
+        torch.testing.assert_close(alone[i], params, **CLOSE)
+    layer = server._users[()].dropouts[0]
+    assert (layer.mask == 0).any()
+    kept = layer.mask[layer.mask > 0]
+    assert torch.allclose(kept, torch.full_like(kept, 1 / 0.75))
+
+
+def _train(server, ids):
+    found = {}
+    for report in server.trained(ids):
+        rows = [report.params] if not server.block_size else zip(*report.params, strict=True)
+        found |= {i: flat(row) for i, row in zip(report.ids, rows, strict=True)}
+    return [found[i] for i in ids]
+
+
+def test_order_of_users_is_irrelevant():
+    """The same users stored in another order, everybody sampled, minibatches in file order."""
+    data = blobs()
+    order = np.random.default_rng(3).permutation(ALL)
+    rows = [
+        np.arange(data.starts[part][i], data.starts[part][i] + data.sizes[part][i])
+        for part in ("train", "test")
+        for i in order
+    ]
+    rows = torch.as_tensor(np.concatenate(rows))
+    sizes = {part: data.sizes[part][order] for part in ("train", "test")}
+    shuffled = FederatedData(data.x[rows], data.y[rows], sizes)
+    for algorithm in ALGORITHMS:
+        options = {"numusers": ALL, "batches": "cyclic", "block_size": 3}
+        a, _ = run(algorithm, "mclr", data=data, **options)
+        b, _ = run(algorithm, "mclr", data=shuffled, **options)
+        torch.testing.assert_close(flat(a.params), flat(b.params), rtol=0, atol=1e-13)
+
+
+def test_a_finished_user_does_not_move():
+    """User 1 has one sample, so one step; its theta is the one after that step."""
+    options = {"local_unit": "epochs", "local_epochs": 1, "num_global_iters": 1}
+    for start in ("cold", "warm"):
+        alone, _ = run("pFedMe", "mclr", 0, theta_start=start, **options)
+        block, _ = run("pFedMe", "mclr", ALL, theta_start=start, **options)
+        for a, b in zip(alone.bank["theta"], block.bank["theta"], strict=True):
+            torch.testing.assert_close(a[1], b[1], **CLOSE)
+
+
+def test_frozen_config():
+    config = federation("FedAvg").config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mu = 1.0
+
+
+assert set(SHAPES) == set(MODELS)
