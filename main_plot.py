@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _run(argv)
     except InputError as error:
-        print(f"main_plot.py: {error}", file=sys.stderr)
+        print(f"main_plot.py: error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -20,7 +20,7 @@ from utils.batches import PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.model_utils import Source, default_normalize, features, read_data
 from utils.partition import Split
-from utils.results import Recorder, average, file_name, finished, summary
+from utils.results import Recorder, average, check_folder, file_name, finished, summary
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ def run_job(config: Config, given: Iterable[str]) -> int:
     """All repetitions of a job; 0, or 1 if one diverged, or 130 after Ctrl-C."""
     for line in notices(config, given):
         say(f"notice: {line}")
+    check_folder(Path(config.results_dir))
     job = prepare(config, *read_data(config.dataset, config.split))
     code, started = 0, time.monotonic()
     for repetition in config.repetitions:

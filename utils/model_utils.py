@@ -66,7 +66,7 @@ def read_data(dataset: str, split: str = "default") -> tuple[Source, Split]:
         return _read_leaf(dataset, Path(split))
     loaded = Split.load(split)
     made_for = loaded.manifest.get("dataset")
-    if False:
+    if made_for != dataset:
         raise InputError(f"split {split}: made for dataset {made_for}, not for {dataset}")
     source = read_source(dataset, loaded.manifest)
     check(loaded, source)

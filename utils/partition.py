@@ -397,7 +397,7 @@ def draw(split: Split, labels: np.ndarray, path: str | Path, classes: int = 10) 
     train, test = (np.array([len(rows) for rows in part]) for part in (split.train, split.test))
     users, position = len(split.users), np.arange(len(split.users))
     legible = users <= 120
-    figure = Figure(figsize=(10, min(2.2 + 0.2 * users, 26)), layout="constrained")
+    figure = Figure(figsize=(10, 2.2 + 0.2 * users if legible else 10), layout="constrained")
     FigureCanvasAgg(figure)
     heat, bars = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
 
@@ -420,14 +420,19 @@ def draw(split: Split, labels: np.ndarray, path: str | Path, classes: int = 10) 
             )
     else:
         figure.colorbar(image, ax=heat, location="left", label="samples")
-    thickness = 0.8 if legible else 1.0
-    bars.barh(position, train, thickness, color="tab:blue", label="train")
-    bars.barh(position, test, thickness, left=train, color="tab:orange", label="test")
+    total = train + test
     if legible:
+        bars.barh(position, train, color="tab:blue", label="train")
+        bars.barh(position, test, left=train, color="tab:orange", label="test")
         for user in position:
             note = f" {train[user]} + {test[user]}"
-            bars.text(train[user] + test[user], user, note, va="center", fontsize=7)
-    bars.set_xlim(0, max(1, (train + test).max()) * (1.35 if legible else 1.05))
+            bars.text(total[user], user, note, va="center", fontsize=7)
+    else:  # thousands of single bars would take long
+        bars.fill_betweenx(position, 0, train, step="mid", lw=0, color="tab:blue", label="train")
+        bars.fill_betweenx(
+            position, train, total, step="mid", lw=0, color="tab:orange", label="test"
+        )
+    bars.set_xlim(0, max(1, total.max()) * (1.45 if legible else 1.05))
     bars.set(xlabel="samples", title="size per user")
     bars.locator_params(axis="x", nbins=4)
     figure.legend(*bars.get_legend_handles_labels(), loc="outside lower right", ncols=2)

@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -84,11 +85,23 @@ def atomic_h5(path: Path):
             yield file
         os.replace(beside, path)
     except OSError as error:
+        reason = error.strerror or str(error).splitlines()[0]
         raise InputError(
-            f"--results_dir {path.parent}: cannot write {path.name} ({error})"
+            f"--results_dir {path.parent}: cannot write {path.name} ({reason})"
         ) from None
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
+
+
+def check_folder(folder: Path) -> None:
+    """Create the results folder and try to write there, before any work is done for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"--results_dir {folder}: cannot write there ({error.strerror})") from None
 
 
 class Recorder:

@@ -1,0 +1,364 @@
+"""main.py from the outside: every algorithm, published commands, bad input, adding an algorithm."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import main
+import main_plot
+from FLAlgorithms.servers import ALGORITHMS
+from tests.toys import federation, flat, watched
+from utils.config import FIELDS, NOT_NUMBERS, Config, notices, parse_command_line
+from utils.errors import InputError
+
+ROOT = Path(main.__file__).parent
+PUBLISHED = [
+    "--algorithm pFedMe --learning_rate 0.005 --personal_learning_rate 0.1 --beta 1 --lamda 15",
+    "--algorithm PerAvg --learning_rate 0.005 --beta 0.001",
+    "--algorithm FedAvg --learning_rate 0.005",
+]
+
+
+@pytest.fixture
+def leaf(tmp_path) -> Path:
+    """A small LEAF folder: five users, four features, labels 0 to 9."""
+    rng = np.random.default_rng(0)
+    for part, n in (("train", 12), ("test", 5)):
+        data = {}
+        for user in range(5):
+            y = rng.integers(0, 10, n + user)
+            x = rng.normal(size=(n + user, 4)) + y[:, None] / 3
+            data[f"user{user}"] = {"x": x.tolist(), "y": y.tolist()}
+        sizes = [len(d["y"]) for d in data.values()]
+        content = {"users": list(data), "num_samples": sizes, "user_data": data}
+        folder = tmp_path / "leaf" / part
+        folder.mkdir(parents=True)
+        (folder / "all.json").write_text(json.dumps(content))
+    return tmp_path / "leaf"
+
+
+def run(leaf: Path, *words: str) -> tuple[int, Path]:
+    out = leaf.parent / "results"
+    base = [
+        "--dataset",
+        "Synthetic",
+        "--split",
+        str(leaf),
+        "--results_dir",
+        str(out),
+        "--gpu",
+        "-1",
+    ]
+    small = ["--num_global_iters", "2", "--local_epochs", "3", "--numusers", "2"]
+    return main.main([*base, *small, *words]), out
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_runs_and_is_drawn(algorithm, leaf, capsys):
+    code, out = run(leaf, "--algorithm", algorithm, "--times", "2")
+    assert code == 0
+    names = sorted(path.name for path in out.glob("*.h5"))
+    kinds = ["", "_p"] if ALGORITHMS[algorithm].user_class.personal else [""]
+    assert len(names) == 3 * len(kinds)
+    for kind in kinds:
+        start = f"Synthetic_mclr_{algorithm}{kind}_0.005_"
+        ends = [n.rsplit("_", 1)[1] for n in names if n.startswith(start)]
+        assert ends == ["0.h5", "1.h5", "avg.h5"]
+    assert "best on test" in capsys.readouterr().out
+    figure = leaf.parent / "figure.png"
+    assert main_plot.main([str(out), "--out", str(figure)]) == 0
+    assert figure.stat().st_size > 10_000
+    assert algorithm in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("semantics", ["paper", "authors", "authors2020"])
+def test_published_commands_run_verbatim(semantics, leaf, capsys):
+    common = "--batch_size 20 --num_global_iters 2 --local_epochs 20 --numusers 2 --times 2"
+    for words in PUBLISHED:
+        command = f"--model mclr {common} --optimizer SGD {words} --semantics {semantics}"
+        code, out = run(leaf, *command.split())
+        assert code == 0
+    assert "notice: " not in capsys.readouterr().err.replace("--gpu", "")
+    assert len(list(out.glob("*_avg.h5"))) == 5
+
+
+def test_defaults_are_the_headline():
+    c = Config()
+    assert (c.algorithm, c.dataset, c.model, c.learning_rate) == ("pFedMe", "Mnist", "mclr", 0.005)
+    assert (c.personal_learning_rate, c.beta, c.lamda, c.K) == (0.1, 1, 15, 5)
+    assert (c.num_global_iters, c.local_epochs, c.batch_size) == (800, 20, 20)
+    assert (c.numusers, c.times, c.semantics) == (5, 1, "paper")
+
+
+BAD = [
+    (
+        "--algorithm FedAvgg",
+        "--algorithm 'FedAvgg': not one of pFedMe, PerAvg, .*did you mean FedAvg",
+    ),
+    ("--dataset mnist", "--dataset 'mnist': not one of .*did you mean Mnist"),
+    ("--model resnet", "--model 'resnet': not one of mclr, dnn, cnn"),
+    ("--lamda -1", "--lamda '-1': not a number >= 0"),
+    ("--lamda nan", "--lamda 'nan': not a number >= 0"),
+    ("--learning_rate 1e999", "--learning_rate '1e999': not a number >= 0"),
+    ("--batch_size 2.5", "--batch_size '2.5': not a whole number >= 1"),
+    ("--batch_size 0", "--batch_size '0': not a whole number >= 1"),
+    ("--times 0", "--times '0': not a whole number >= 1"),
+    ("--numusers none", "--numusers 'none': not a whole number >= 1"),
+    ("--momentum 1", "--momentum '1': not a number >= 0 and <= 0.999999"),
+    ("--hf_delta 0", "--hf_delta '0': not a number > 0"),
+    ("--seed -1", "--seed '-1': not a whole number >= 0"),
+    ("--scaffold_option 3", "--scaffold_option '3': not one of 1, 2"),
+    ("--block_size some", "--block_size 'some': not auto or a whole number >= 0"),
+    ("--gpu -2", "--gpu '-2': not a whole number >= -1"),
+    ("--shared_init maybe", "--shared_init 'maybe': not one of yes, no"),
+    ("--learning_rte 3", "--learning_rte: unknown option; did you mean --learning_rate"),
+    ("--learn 3", "--learn: unknown option"),
+    ("--beta", "--beta: expected one argument"),
+    ("stray", "unrecognized arguments: stray"),
+    ("--repetition 2 --times 2", "--repetition 2: --times 2 has repetitions 0 to 1"),
+    ("--algorithm SCAFFOLD --momentum .9", "--momentum 0.9: SCAFFOLD"),
+    ("--algorithm SCAFFOLD --learning_rate 0", "--learning_rate 0: SCAFFOLD divides by it"),
+    ("--algorithm FedNova --learning_rate 0", "--learning_rate 0: FedNova divides by it"),
+    ("--model cnn --dataset Synthetic --split {leaf}", "--model cnn: needs images"),
+    ("--split {leaf}/nothing.npz", "nothing.npz"),
+    ("--dataset Synthetic --split published", "published: exists for Mnist only"),
+    ("--dataset Synthetic --split {leaf} --normalize channel", "channel"),
+    ("--config {leaf}/none.yaml", "none.yaml: No such file"),
+    ("--config {leaf}", "--config .*leaf: "),
+    ("--replay {leaf}/none.h5", "none.h5: no such file"),
+    ("--replay {leaf}/train/all.json", "all.json: not a readable .h5 file"),
+    ("--dataset Synthetic --split {leaf} --results_dir {leaf}/train/all.json", "--results_dir"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, leaf, capsys):
+    words = words.format(leaf=leaf).split()
+    assert main.main([*words, "--num_global_iters", "1"]) == 2
+    captured = capsys.readouterr()
+    (line,) = [x for x in captured.err.splitlines() if not x.startswith("notice:")][-1:]
+    assert line.startswith("main.py: error: ")
+    assert re.search(message, line), line
+    assert "Traceback" not in captured.err
+    assert not list(leaf.parent.rglob("*.h5"))
+
+
+YAML = [
+    (
+        "algorithm: FedAvg\nlearning_rte: 1",
+        "unknown key 'learning_rte'; did you mean learning_rate",
+    ),
+    ("batch_size: many", "batch_size 'many': not a whole number >= 1"),
+    ("batch_size: [1, 2]", "batch_size needs a single value"),
+    ("batch_size:", "batch_size needs a single value"),
+    ("- a\n- b", "must hold lines `option: value`"),
+    ("a: b: c", "not valid YAML .line 1"),
+    ("", "must hold lines"),
+    ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), YAML)
+def test_bad_yaml(text, message, tmp_path, capsys):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    assert main.main(["--config", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+    path.write_bytes(b"\xff\xfe\x00batch")
+    assert main.main(["--config", str(path)]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_yaml_fills_the_config_and_the_command_line_wins(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "algorithm: FedProx\nmu: 1e-2\nlamda: 2.5\nsave_models: true\nshared_init: yes\n"
+        "block_size: auto\ntimes: 3\n"
+    )
+    values, _ = parse_command_line(["--config", str(path), "--times", "7"])
+    assert values == {
+        **{"algorithm": "FedProx", "mu": 0.01, "lamda": 2.5, "save_models": True},
+        **{"shared_init": "yes", "block_size": "auto", "times": 7},
+    }
+
+
+def test_help_groups_options_by_reader(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "read by FedProx, FedNova:" in text
+    assert "common options:" in text
+    assert all(f"--{name}" in text for name in FIELDS)
+
+
+def test_unread_options_are_named_in_one_notice():
+    config = Config(algorithm="FedAvg", lamda=3, K=2)
+    assert notices(config, ["algorithm", "lamda", "K", "momentum"]) == [
+        "FedAvg does not read --lamda, --K"
+    ]
+    assert notices(Config(), ["lamda", "K", "beta"]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"learning_rate": 0.07}, "--learning_rate 0.07 times --lamda 15 is 1.05 > 1"),
+        ({"personal_learning_rate": 0.14}, "--personal_learning_rate 0.14 .* is 2.1 > 2"),
+        ({"personal_learning_rate": 0.13}, None),
+        ({"inner_weight_decay": 6.0}, r"decay 6\) is 2.1 > 2"),
+    ],
+)
+def test_known_bounds_are_warned_of(options, expected):
+    found = notices(Config(**options), [])
+    assert len(found) == (expected is not None)
+    assert expected is None or re.search(expected, found[0])
+
+
+# Another value for every option that may change numbers; what is missing here fails the test.
+OTHER = {
+    **{"dataset": None, "model": "dnn", "algorithm": None, "split": None, "normalize": None},
+    **{"batch_size": 3, "learning_rate": 0.01, "num_global_iters": 3, "local_epochs": 2},
+    **{"local_unit": "epochs", "numusers": 2, "seed": 6, "weighting": None, "batches": "cyclic"},
+    **{"shared_init": None, "beta": 0.5, "lamda": 4.0, "K": 3, "personal_learning_rate": 0.02},
+    **{"inner_weight_decay": 0.5, "theta_start": "warm", "personal": None, "hessian": "exact"},
+    **{"participation": "sampled", "hf_delta": None, "peravg_update": "two_step", "mu": 0.5},
+    **{"adapt": None, "momentum": 0.5, "server_momentum": 0.5, "server_learning_rate": 0.5},
+    **{"scaffold_option": 1, "eval_every": None, "dtype": None},
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_option_has_an_effect_or_a_notice(algorithm):
+    assert set(OTHER) == set(FIELDS) - NOT_NUMBERS | {"split"}
+    server, _ = watched(federation(algorithm))
+    usual = flat([*server.params, *(t for bank in server.bank.values() for t in bank)])
+    config = server.config
+    for name, value in OTHER.items():
+        if value is None:
+            continue
+        try:
+            other, _ = watched(federation(algorithm, **{name: value}))
+        except InputError:
+            assert (algorithm, name) == ("SCAFFOLD", "momentum")
+            continue
+        found = flat([*other.params, *(t for bank in other.bank.values() for t in bank)])
+        same = found.shape == usual.shape and bool((found == usual).all())
+        assert same == (name not in config.options()), name
+
+
+def test_options_with_an_effect_of_their_own():
+    """Those that the table above leaves out, where they act."""
+    base = {"num_global_iters": 2}
+
+    def final(algorithm, **extra):
+        return flat(watched(federation(algorithm, **base, **extra))[0].params)
+
+    uniform, samples = (final("FedAvg", weighting=w) for w in ("uniform", "samples"))
+    assert not (uniform == samples).all()
+    near, far = (final("PerAvg", hessian="hf", hf_delta=d) for d in (1e-3, 2.0))
+    assert not (near == far).all()
+    config = Config(shared_init="no", seed=3)
+    assert [config.initial_seed(i) for i in range(2)] == [3, 4]
+    config = dataclasses.replace(config, shared_init="yes")
+    assert [config.initial_seed(i) for i in range(2)] == [3, 3]
+    train, test = (
+        watched(federation("PerAvg", adapt=a))[1].personal[1]["adapted"].loss["test"]
+        for a in ("train", "test_test")
+    )
+    assert (train != test).any()
+    assert federation("pFedMe").primary == "theta"
+    assert federation("pFedMe", personal="local").primary == "local"
+
+
+def test_semantics_set_the_switches_and_single_ones_win():
+    paper = {a: Config(algorithm=a).resolved().weighting for a in ALGORITHMS}
+    assert paper == {
+        **{"pFedMe": "uniform", "PerAvg": "uniform", "SCAFFOLD": "uniform"},
+        **{"FedAvg": "samples", "FedProx": "samples", "FedNova": "samples"},
+    }
+    authors = {a: Config(algorithm=a, semantics="authors").resolved() for a in ALGORITHMS}
+    assert {a for a, c in authors.items() if c.weighting == "uniform"} == {"SCAFFOLD"}
+    c = authors["pFedMe"]
+    assert (c.inner_weight_decay, c.theta_start, c.personal) == (0.001, "warm", "local")
+    assert (c.batches, c.shared_init, c.adapt, c.peravg_update) == (
+        *("cyclic", "yes", "test_test"),
+        "restore",
+    )
+    c = Config(semantics="authors2020", batches="shuffled").resolved()
+    assert (c.peravg_update, c.adapt, c.batches) == ("two_step", "test_train", "shuffled")
+
+
+def test_main_runs_as_a_script_and_exits_with_2(leaf):
+    words = ["--dataset", "Synthetic", "--split", str(leaf), "--num_global_iters", "1"]
+    script = [sys.executable, str(ROOT / "main.py"), *words, "--results_dir", "out"]
+    done = subprocess.run(script, cwd=leaf, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (leaf / "out").is_dir()
+    done = subprocess.run([*script, "--mu", "x"], cwd=leaf, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "main.py: error: --mu 'x': not a number >= 0\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise on Windows")
+def test_ctrl_c_keeps_what_was_measured(leaf):
+    words = ["--dataset", "Synthetic", "--split", str(leaf), "--num_global_iters", "1000000"]
+    script = [sys.executable, str(ROOT / "main.py"), *words, "--results_dir", "out"]
+    script += ["--numusers", "2", "--save_every", "0"]
+    run = subprocess.Popen(script, cwd=leaf, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        while not list((leaf / "out").glob("*_p_*.part")):
+            assert run.poll() is None, run.stderr.read()
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130
+    assert b"Traceback" not in err
+    assert b"--repetition 0" in err
+    for path in (leaf / "out").glob("*_0.h5"):
+        with h5py.File(path) as file:
+            assert file.attrs["status"] == "interrupted"
+            assert len(file["rs_glob_acc"]) >= 1
+    assert len(list((leaf / "out").iterdir())) == 2
+
+
+def test_a_toy_algorithm_is_two_files_and_one_line(leaf, tmp_path):
+    """The example of the README, as it stands there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n# (FLAlgorithms/\S+)\n(.*?)```", readme, re.S)
+    assert [Path(name).parent.name for name, _ in blocks] == ["users", "servers"]
+    line = re.search(r'^ {4}"(\w+)": \1,  # the new line$', readme, re.M)
+    home = tmp_path / "suite"
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in ("FLAlgorithms", "utils"):
+        shutil.copytree(ROOT / folder, home / folder, ignore=ignore)
+    shutil.copy(ROOT / "main.py", home)
+    for name, text in blocks:
+        (home / name).write_text(text)
+    registry = home / "FLAlgorithms/servers/__init__.py"
+    module = Path(blocks[1][0]).stem
+    text = registry.read_text()
+    text = f"from FLAlgorithms.servers.{module} import {line[1]}\n{text}"
+    text = text.replace('    "pFedMe"', f'    "{line[1]}": {line[1]},\n    "pFedMe"')
+    registry.write_text(text)
+    words = ["--algorithm", line[1], "--dataset", "Synthetic", "--split", str(leaf)]
+    words += ["--num_global_iters", "2", "--numusers", "2", "--results_dir", str(tmp_path / "r")]
+    script = [sys.executable, str(home / "main.py"), *words]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "r").glob(f"Synthetic_mclr_{line[1]}_*_0.h5")
+    with h5py.File(path) as file:
+        assert file.attrs["class"] == line[1]
+        assert len(file["rs_glob_acc"]) == 3
