@@ -1,7 +1,6 @@
 """main.py from the outside: every algorithm, published commands, bad input, adding an algorithm."""
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -11,13 +10,12 @@ import sys
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
 
 import main
 import main_plot
 from FLAlgorithms.servers import ALGORITHMS
-from tests.toys import federation, flat, watched
+from tests.toys import federation, flat, run_main, watched
 from utils.config import FIELDS, NOT_NUMBERS, Config, notices, parse_command_line
 from utils.errors import InputError
 
@@ -29,43 +27,9 @@ PUBLISHED = [
 ]
 
 
-@pytest.fixture
-def leaf(tmp_path) -> Path:
-    """A small LEAF folder: five users, four features, labels 0 to 9."""
-    rng = np.random.default_rng(0)
-    for part, n in (("train", 12), ("test", 5)):
-        data = {}
-        for user in range(5):
-            y = rng.integers(0, 10, n + user)
-            x = rng.normal(size=(n + user, 4)) + y[:, None] / 3
-            data[f"user{user}"] = {"x": x.tolist(), "y": y.tolist()}
-        sizes = [len(d["y"]) for d in data.values()]
-        content = {"users": list(data), "num_samples": sizes, "user_data": data}
-        folder = tmp_path / "leaf" / part
-        folder.mkdir(parents=True)
-        (folder / "all.json").write_text(json.dumps(content))
-    return tmp_path / "leaf"
-
-
-def run(leaf: Path, *words: str) -> tuple[int, Path]:
-    out = leaf.parent / "results"
-    base = [
-        "--dataset",
-        "Synthetic",
-        "--split",
-        str(leaf),
-        "--results_dir",
-        str(out),
-        "--gpu",
-        "-1",
-    ]
-    small = ["--num_global_iters", "2", "--local_epochs", "3", "--numusers", "2"]
-    return main.main([*base, *small, *words]), out
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_runs_and_is_drawn(algorithm, leaf, capsys):
-    code, out = run(leaf, "--algorithm", algorithm, "--times", "2")
+    code, out = run_main(leaf, "--algorithm", algorithm, "--times", "2")
     assert code == 0
     names = sorted(path.name for path in out.glob("*.h5"))
     kinds = ["", "_p"] if ALGORITHMS[algorithm].user_class.personal else [""]
@@ -86,7 +50,7 @@ def test_published_commands_run_verbatim(semantics, leaf, capsys):
     common = "--batch_size 20 --num_global_iters 2 --local_epochs 20 --numusers 2 --times 2"
     for words in PUBLISHED:
         command = f"--model mclr {common} --optimizer SGD {words} --semantics {semantics}"
-        code, out = run(leaf, *command.split())
+        code, out = run_main(leaf, *command.split())
         assert code == 0
     assert "notice: " not in capsys.readouterr().err.replace("--gpu", "")
     assert len(list(out.glob("*_avg.h5"))) == 5

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import main
 from FLAlgorithms.servers.serverbase import Server
 from FLAlgorithms.trainmodel.models import Classifier, build_model
 from utils.batches import FederatedData
@@ -127,3 +130,20 @@ def watched(server: Server) -> tuple[Server, Diary]:
 def flat(params) -> Tensor:
     """All parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in params])
+
+
+def run_main(leaf: Path, *words: str) -> tuple[int, Path]:
+    """A short job on the LEAF folder; exit code and results folder."""
+    out = leaf.parent / "results"
+    base = [
+        "--dataset",
+        "Synthetic",
+        "--split",
+        str(leaf),
+        "--results_dir",
+        str(out),
+        "--gpu",
+        "-1",
+    ]
+    small = ["--num_global_iters", "2", "--local_epochs", "3", "--numusers", "2"]
+    return main.main([*base, *small, *words]), out

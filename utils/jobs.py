@@ -111,24 +111,35 @@ class Progress:
         self.label, self.rounds = label, rounds
         self.started = self.told = time.monotonic()
         self.bar = tqdm(total=rounds, desc=label, unit="round") if sys.stderr.isatty() else None
-        self.shown = ""
+        self.shown: dict[str, str] = {}
 
-    def __call__(self, round_number: int, metrics: Metrics | None) -> None:
-        """After an evaluation (`metrics`) or at the end of a round (None)."""
-        if metrics is not None:
-            accuracy, loss = metrics.accuracy("test"), metrics.mean_loss("train")
-            self.shown = f"test accuracy {accuracy:.4f}, train loss {loss:.4f}"
+    def evaluated(self, round_number: int, metrics: Metrics) -> None:
+        """The global model's metrics; on a terminal they show with the next round."""
+        self.shown["test accuracy"] = f"{metrics.accuracy('test'):.4f}"
+        self.shown["train loss"] = f"{metrics.mean_loss('train'):.4f}"
+        if self.bar is None:
+            self._line(round_number)
+
+    def personalized(self, metrics: Metrics) -> None:
+        """The metrics of the personalised models."""
+        self.shown["personalised"] = f"{metrics.accuracy('test'):.4f}"
+
+    def round_done(self, round_number: int) -> None:
+        """Move the bar."""
         if self.bar is not None:
-            self.bar.set_postfix_str(self.shown, refresh=False)
+            self.bar.set_postfix_str(self._text(), refresh=False)
             self.bar.update(round_number - self.bar.n)
-            return
+
+    def _line(self, round_number: int) -> None:
         now = time.monotonic()
-        if metrics is not None and (now - self.told >= self.EVERY or round_number == self.rounds):
-            self.told = now
-            left = (now - self.started) / max(round_number, 1) * (self.rounds - round_number)
-            say(
-                f"{self.label}: round {round_number}/{self.rounds}, {self.shown}, {left:.0f} s left"
-            )
+        if now - self.told < self.EVERY and round_number < self.rounds:
+            return
+        self.told = now
+        left = (now - self.started) / max(round_number, 1) * (self.rounds - round_number)
+        say(f"{self.label}: round {round_number}/{self.rounds}, {self._text()}, {left:.0f} s left")
+
+    def _text(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.shown.items())
 
     def close(self) -> None:
         """Leave the last state of the bar on the terminal."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
@@ -23,6 +24,9 @@ from FLAlgorithms.servers.serverbase import Server
 from utils.config import NOT_NUMBERS, Config
 from utils.errors import InputError
 from utils.partition import Split
+
+if TYPE_CHECKING:
+    from utils.jobs import Progress
 
 SCHEMA = 1
 CODE_VERSION = "0.1.0"
@@ -113,7 +117,7 @@ class Recorder:
         split: Split,
         repetition: int,
         facts: dict[str, object],
-        progress: Callable[[int, Metrics | None], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """`config`: all switches resolved; `facts`: `device` and `normalize` as really used."""
         self.config, self.split, self.repetition = config, split, repetition
@@ -143,17 +147,19 @@ class Recorder:
         """The global model after `round_number` rounds."""
         self.main.append((round_number, metrics))
         if self.progress:
-            self.progress(round_number, metrics)
+            self.progress.evaluated(round_number, metrics)
 
     def personalized(self, round_number: int, models: dict[str, Metrics]) -> None:
         """The personalised models of a round."""
         self.personal.append((round_number, models))
+        if self.progress:
+            self.progress.personalized(models[self.server.primary])
 
     def round_done(self, round_number: int, selected: np.ndarray) -> None:
         """Keep who was selected; save now and then."""
         self.selected.append(selected)
         if self.progress:
-            self.progress(round_number, None)
+            self.progress.round_done(round_number)
         if time.monotonic() - self.saved >= self.config.save_every:
             self.save(lambda path: path.with_name(path.name + ".part"), "running")
 

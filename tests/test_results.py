@@ -1,0 +1,334 @@
+"""Result files: names, contents, averages, crash safety, replay of our own files."""
+
+import json
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import main
+from FLAlgorithms.servers import ALGORITHMS
+from tests.toys import run_main
+from utils.config import Config
+from utils.errors import InputError
+from utils.jobs import Progress
+from utils.partition import Split
+from utils.results import atomic_h5, file_name, number
+
+SPLIT = Split(("a",), (np.arange(3),), (np.arange(3, 5),), {"dataset": "Mnist"})
+OTHER = Split(("a",), (np.arange(4),), (np.arange(4, 5),), {"dataset": "Mnist"})
+
+
+def name(of_personal=False, rows=SPLIT, **options) -> str:
+    return file_name(Config(**options).resolved(), rows, of_personal)
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    found = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda n, v: found.__setitem__(n, v[()]) if isinstance(v, h5py.Dataset) else None
+        )
+    return found
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(
+        np.array_equal(a[k], b[k], equal_nan=a[k].dtype.kind == "f") for k in a
+    )
+
+
+def files(out: Path, pattern: str) -> list[Path]:
+    return sorted(out.glob(pattern))
+
+
+# ---- names
+
+
+def test_names_are_the_original_ones_with_the_model():
+    assert name() == "Mnist_mclr_pFedMe_0.005_1_15_5u_20b_20_5_0.1"
+    assert name(True) == "Mnist_mclr_pFedMe_p_0.005_1_15_5u_20b_20_5_0.1"
+    assert name(algorithm="FedAvg", model="dnn") == "Mnist_dnn_FedAvg_0.005_1_15_5u_20b_20"
+    assert name(True, algorithm="PerAvg", beta=0.001).startswith("Mnist_mclr_PerAvg_p_0.005_0.001_")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1, "1"), (1.0, "1"), (0.005, "0.005"), (1e-5, "1e-05"), (15.5, "15.5")]
+)
+def test_one_spelling_for_every_number(value, text):
+    assert number(value) == text
+    assert number(np.float32(1)) == "1"
+
+
+def test_different_configurations_never_share_a_file():
+    changes = [
+        *(
+            {},
+            {"seed": 1},
+            {"num_global_iters": 20},
+            {"semantics": "authors"},
+            {"dtype": "float64"},
+        ),
+        *({"theta_start": "warm"}, {"personal": "local"}, {"split": "published"}),
+        *({"local_unit": "epochs"}, {"eval_every": 5}, {"normalize": "none"}),
+        *({"participation": "sampled"}, {"weighting": "samples"}, {"inner_weight_decay": 0.001}),
+    ]
+    names = [name(**change) for change in changes]
+    assert len(set(names)) == len(changes)
+    assert names[1].startswith(f"{names[0]}_")
+    assert name(rows=OTHER) == name()
+    mine, other = (file_name(Config(split="my.npz").resolved(), s, False) for s in (SPLIT, OTHER))
+    assert mine != other
+    nova = [name(algorithm="FedNova", **c) for c in ({}, {"mu": 0.1}, {"momentum": 0.1})]
+    assert len(set(nova)) == 3
+
+
+def test_what_changes_no_number_changes_no_name():
+    usual = name()
+    for change in (
+        *({"gpu": -1}, {"threads": 2}, {"block_size": 3}, {"times": 4}, {"results_dir": "x"}),
+        *({"save_every": 1.0}, {"times": 2, "repetition": 1}, {"save_models": True}),
+        *({"mu": 0.3}, {"momentum": 0.5}),  # not read by pFedMe
+    ):
+        assert name(**change) == usual, change
+    authors = {"inner_weight_decay": 0.001, "theta_start": "warm", "weighting": "samples"}
+    authors |= {"personal": "local", "batches": "cyclic", "shared_init": "yes"}
+    assert name(semantics="authors") == name(**authors)
+
+
+# ---- contents
+
+
+def test_contents_of_a_pfedme_job(leaf):
+    code, out = run_main(leaf, "--times", "2", "--num_global_iters", "3", "--eval_every", "2")
+    assert code == 0
+    main_file, personal = (read(files(out, f"*pFedMe{p}_0.005*_0.h5")[0]) for p in ("", "_p"))
+    assert main_file["round"].tolist() == [0, 2, 3]
+    assert personal["round"].tolist() == [0, 2]
+    assert main_file["selected_users"].shape == (3, 2)
+    assert main_file["user_test_acc"].shape == (3, 5)
+    for curve in ("rs_glob_acc", "rs_train_acc", "rs_train_loss", "rs_test_loss"):
+        assert main_file[curve].shape == (3,)
+        assert main_file[curve].dtype == np.float64
+        assert personal[curve].shape == (2,)
+    assert (personal["rs_glob_acc"] == personal["theta_test_acc"]).all()
+    assert personal["local_test_acc"].shape == (2,)
+    assert main_file["init/fc1.weight"].shape == main_file["final/fc1.weight"].shape == (10, 4)
+    assert (main_file["init/fc1.weight"] != main_file["final/fc1.weight"]).any()
+    sizes = [len(main_file[f"split/user{u}/test"]) for u in range(5)]
+    weighted = (main_file["user_test_acc"] * sizes).sum(1) / sum(sizes)
+    np.testing.assert_allclose(weighted, main_file["rs_glob_acc"], rtol=0, atol=1e-15)
+    with h5py.File(files(out, "*pFedMe_p_*_0.h5")[0]) as file:
+        attrs = dict(file.attrs)
+        assert attrs["schema"] == 1
+        assert attrs["status"] == "finished"
+        assert attrs["class"] == "pFedMe"
+        assert attrs["evaluates"] == "theta"
+        config = json.loads(attrs["config"])
+        assert config["theta_start"] == "cold"
+        assert config["normalize"] == "none"
+        assert {"python", "torch", "numpy"} == set(json.loads(attrs["versions"]))
+        for key in ("code_version", "device", "dtype", "started", "wall_seconds", "data_hash"):
+            assert key in attrs
+
+
+def test_averages(leaf):
+    _, out = run_main(leaf, "--times", "3")
+    for kind in ("", "_p"):
+        runs = [read(files(out, f"*pFedMe{kind}_0.005*_{i}.h5")[0]) for i in range(3)]
+        average = read(files(out, f"*pFedMe{kind}_0.005*_avg.h5")[0])
+        for curve in ("rs_glob_acc", "rs_train_loss", "user_test_acc"):
+            stack = np.stack([r[curve] for r in runs])
+            np.testing.assert_array_equal(average[f"runs/{curve}"], stack)
+            np.testing.assert_allclose(average[curve], stack.mean(0), rtol=1e-15)
+            np.testing.assert_allclose(average[f"{curve}_std"], stack.std(0, ddof=1), rtol=1e-15)
+        assert (average["rs_train_loss_std"] > 0).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("semantics", ["paper", "authors"])
+def test_a_repetition_alone_is_the_one_of_a_job(algorithm, semantics, leaf, tmp_path):
+    words = ["--algorithm", algorithm, "--semantics", semantics, "--times", "3"]
+    _, out = run_main(leaf, *words)
+    run_main(leaf, *words, "--repetition", "2", "--results_dir", str(tmp_path / "one"))
+    again = files(Path(tmp_path / "one"), "*.h5")
+    assert again
+    for path in again:
+        assert path.name.endswith("_2.h5")
+        assert same(read(path), read(out / path.name))
+    first, last = (read(files(out, f"*{algorithm}_0.005*_{i}.h5")[0]) for i in (0, 2))
+    assert same_init(first, last) == (semantics == "authors")
+    assert not np.array_equal(first["final/fc1.weight"], last["final/fc1.weight"])
+
+
+def same_init(a, b):
+    return np.array_equal(a["init/fc1.weight"], b["init/fc1.weight"])
+
+
+def test_repetitions_run_one_by_one_are_averaged_when_complete(leaf):
+    _, out = run_main(leaf, "--times", "2", "--repetition", "1")
+    assert not files(out, "*_avg.h5")
+    run_main(leaf, "--times", "2", "--repetition", "0")
+    assert len(files(out, "*_avg.h5")) == 2
+
+
+def test_the_same_command_gives_the_same_arrays(leaf, tmp_path):
+    _, out = run_main(leaf)
+    run_main(leaf, "--results_dir", str(tmp_path / "again"))
+    for path in files(out, "*.h5"):
+        assert same(read(path), read(tmp_path / "again" / path.name))
+
+
+# ---- what is not finished
+
+
+class Stop(Progress):
+    """Ctrl-C at the end of the first round."""
+
+    def round_done(self, round_number):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_kept_but_replaces_no_finished_one(leaf, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.jobs.Progress", Stop)
+        code, out = run_main(leaf)
+    assert code == 130
+    (path,) = files(out, "*pFedMe_0.005*_0.h5")
+    with h5py.File(path) as file:
+        assert file.attrs["status"] == "interrupted"
+        assert len(file["rs_glob_acc"]) == 1
+    assert "--repetition 0" in capsys.readouterr().err
+    run_main(leaf)
+    finished = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.jobs.Progress", Stop)
+        run_main(leaf)
+    assert path.read_bytes() == finished
+    kept = files(out, "*.part")
+    assert len(kept) == 2
+    assert str(kept[0]) in capsys.readouterr().err
+    run_main(leaf)
+    assert not files(out, "*.part")
+
+
+def test_a_diverged_run_keeps_its_curve(leaf, capsys):
+    words = ["--algorithm", "FedAvg", "--model", "dnn", "--learning_rate", "1e30"]
+    code, out = run_main(leaf, *words, "--num_global_iters", "9")
+    assert code == 1
+    err = capsys.readouterr().err
+    assert "look at --learning_rate (now 1e+30)" in err
+    (path,) = files(out, "*.h5")
+    with h5py.File(path) as file:
+        assert file.attrs["status"] == "diverged"
+        assert len(file["rs_glob_acc"]) >= 1
+    assert not files(out, "*_avg.h5")
+
+
+def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.h5"
+    with atomic_h5(path) as file:
+        file["x"] = 1
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(InputError, match=r"cannot write a.h5 \(No space left on device\)"):
+            with atomic_h5(path) as file:
+                file["x"] = 2
+    with pytest.raises(RuntimeError), atomic_h5(path) as file:
+        file["x"] = 3
+        raise RuntimeError
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.h5"]
+
+
+# ---- replay and saved models
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("semantics", ["paper", "authors2020"])
+def test_replay_of_our_own_files(algorithm, semantics, leaf, capsys, tmp_path):
+    words = ["--algorithm", algorithm, "--semantics", semantics, "--times", "2", "--mu", "0.1"]
+    words += ["--repetition", "1"]
+    _, out = run_main(leaf, *words)
+    for path in files(out, "*.h5"):
+        assert main.main(["--replay", str(path), "--gpu", "-1"]) == 0
+        text = capsys.readouterr().out
+        assert "rs_test_loss" in text
+        assert ("rs_train_loss_per" in text) == bool(ALGORITHMS[algorithm].user_class.personal)
+        for line in text.splitlines():
+            if "absolute" in line or "samples" in line:
+                assert float(line.split()[-3]) == 0, line
+    command = ["--replay", str(path), "--gpu", "-1", "--results_dir", str(tmp_path / "again")]
+    assert main.main(command) == 0
+    for path in files(out, "*.h5"):
+        assert same(read(path), read(tmp_path / "again" / path.name))
+
+
+def test_replay_refuses_what_it_would_ignore(leaf, capsys):
+    _, out = run_main(leaf)
+    path = str(files(out, "*pFedMe_0.005*_0.h5")[0])
+    assert main.main(["--replay", path, "--beta", "2"]) == 2
+    assert "--beta: with --replay only" in capsys.readouterr().err
+    assert main.main(["--replay", path, "--num_global_iters", "9"]) == 2
+    assert "holds 2 rounds" in capsys.readouterr().err
+    with h5py.File(path, "r+") as file:
+        del file["split"]
+    assert main.main(["--replay", path]) == 2
+    assert "not a recorded run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("pFedMe", []), ("pFedMe", ["--personal", "local"]), ("PerAvg", [])],
+)
+def test_saved_personal_models_are_the_evaluated_ones(algorithm, options, leaf):
+    """Loaded as the README shows, they score what the file says of the last round."""
+    words = ["--algorithm", algorithm, "--save_models", *options]
+    _, out = run_main(leaf, *words)
+    (path,) = files(out, f"*{algorithm}_p_*_0.h5")
+    content = json.loads((leaf / "test" / "all.json").read_text())
+    hits = []
+    with h5py.File(path) as file:
+        users = list(file["personal"])
+        for user in users:
+            model = torch.nn.Linear(4, 10)
+            state = {n.removeprefix("fc1."): v[()] for n, v in file[f"personal/{user}"].items()}
+            model.load_state_dict({n: torch.as_tensor(v) for n, v in state.items()})
+            data = content["user_data"][user]
+            x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
+            hits.append((model(x).argmax(1) == y).double().mean().item())
+        last = file["user_test_acc"][-1]
+    assert users == [f"user{i}" for i in range(5)]
+    if algorithm == "pFedMe":
+        assert hits == pytest.approx(last)
+    else:
+        assert len({*hits}) > 1
+
+
+def test_progress_lines_name_round_accuracy_loss_and_time(capsys, monkeypatch):
+    class Metrics:
+        def accuracy(self, part):
+            return 0.5
+
+        def mean_loss(self, part):
+            return 1.25
+
+    monkeypatch.setattr(Progress, "EVERY", 0.0)
+    progress = Progress("job", 10)
+    progress.personalized(Metrics())
+    progress.evaluated(5, Metrics())
+    progress.round_done(5)
+    progress.close()
+    line = capsys.readouterr().err
+    assert line.startswith(
+        "job: round 5/10, personalised 0.5000, test accuracy 0.5000, train loss "
+    )
+    assert line.endswith(" s left\n")
