@@ -22,7 +22,6 @@ class Classifier(nn.Module):
 
     lockstep = False
     flat = False  # takes vectors: the data are flattened once, when read
-    block_size = 0  # what `--block_size auto` means: users per block, 0 = one at a time
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of every sample, shape of y."""
@@ -38,7 +37,6 @@ class Mclr(Classifier):
     """Multinomial logistic regression: one linear layer, features -> classes."""
 
     lockstep = flat = True
-    block_size = 20
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -52,7 +50,6 @@ class Dnn(Classifier):
     """Two linear layers with a ReLU between."""
 
     lockstep = flat = True
-    block_size = 5
 
     def __init__(self, features: int, hidden: int, classes: int) -> None:
         super().__init__()
