@@ -326,3 +326,9 @@ def test_a_toy_algorithm_is_two_files_and_one_line(leaf, tmp_path):
     with h5py.File(path) as file:
         assert file.attrs["class"] == line[1]
         assert len(file["rs_glob_acc"]) == 3
+
+
+def test_the_headline_file_spells_out_the_defaults():
+    values, _ = parse_command_line(["--config", str(ROOT / "config" / "headline.yaml")])
+    assert len(values) > 10
+    assert Config(**values) == Config()
