@@ -93,6 +93,11 @@ BAD = [
     ("--algorithm SCAFFOLD --momentum .9", "--momentum 0.9: SCAFFOLD"),
     ("--algorithm SCAFFOLD --learning_rate 0", "--learning_rate 0: SCAFFOLD divides by it"),
     ("--algorithm FedNova --learning_rate 0", "--learning_rate 0: FedNova divides by it"),
+    (
+        "--algorithm PerAvg --hessian exact --semantics authors2020 --dataset Synthetic "
+        "--split {leaf}",
+        "--hessian exact: the two_step update",
+    ),
     ("--model cnn --dataset Synthetic --split {leaf}", "--model cnn: needs images"),
     ("--split {leaf}/nothing.npz", "nothing.npz"),
     ("--dataset Synthetic --split published", "published: exists for Mnist only"),

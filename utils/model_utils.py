@@ -318,7 +318,7 @@ def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
         "scheme": "leaf",
         "dataset": dataset,
         "arguments": {},
-        "folder": str(folder),
+        "folder": str(folder.resolve()),  # a replay may start elsewhere
         "source": sums,  # so that the split's hash covers the samples
     }
     split = Split(

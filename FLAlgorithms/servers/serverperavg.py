@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from FLAlgorithms.servers.serverbase import Server
 from FLAlgorithms.users.userperavg import UserPerAvg
+from utils.errors import InputError
 from utils.params import WeightedMean, assign_
 
 
@@ -25,6 +26,14 @@ class PerAvg(Server):
     options = ("beta", "hessian", "hf_delta", "peravg_update", "adapt")
     overrides = {"paper": {"weighting": "uniform"}}
     personal_at = "start"
+
+    @classmethod
+    def check(cls, config) -> None:
+        if config.peravg_update == "two_step" and config.hessian != "fo":
+            raise InputError(
+                f"--hessian {config.hessian}: the two_step update has no second-order term; "
+                "use --peravg_update restore"
+            )
 
     def round(self) -> None:
         mean = WeightedMean()
