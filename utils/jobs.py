@@ -144,6 +144,7 @@ class Progress:
     def close(self) -> None:
         """Leave the last state of the bar on the terminal."""
         if self.bar is not None:
+            self.bar.set_postfix_str(self._text())
             self.bar.close()
 
 
