@@ -4,21 +4,15 @@ import argparse
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import NoReturn
 
 from utils import plot_utils as plots
-from utils.errors import InputError
+from utils.errors import InputError, Parser, guarded
 
 FILTERS = ("dataset", "model", "algorithm")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
-def _parser() -> _Parser:
-    parser = _Parser(description=__doc__, allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("paths", nargs="*", type=Path, metavar="FILE or FOLDER", help="default: --results_dir")
     for key in FILTERS:
@@ -43,7 +37,7 @@ def _place(args: argparse.Namespace, group: tuple[str, str], several: bool) -> P
     return args.out.with_stem(f"{args.out.stem}_{name}") if several else args.out
 
 
-def _run(argv: list[str] | None) -> None:
+def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     if args.out and args.out.suffix.lower() not in plots.FORMATS:
         raise InputError(f"--out {args.out}: the name must end in {', '.join(plots.FORMATS)}")
@@ -63,16 +57,12 @@ def _run(argv: list[str] | None) -> None:
     if args.csv:
         plots.write_csv(args.csv, curves)
         print(f"curves: {args.csv}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line about bad input."""
-    try:
-        _run(argv)
-    except InputError as error:
-        print(f"main_plot.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return guarded("main_plot.py", lambda: _run(argv))
 
 
 if __name__ == "__main__":

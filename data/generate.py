@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from utils.errors import InputError
+from utils.errors import InputError, Parser, guarded
 from utils.model_utils import RECIPES, make_split, shown, split_path
 from utils.partition import draw, table
 
@@ -21,15 +20,13 @@ OPTIONS = {  # argument of the scheme -> flag, type, help
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports bad options like any other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
 def main(dataset: str, kind: str, argv: Sequence[str] | None = None) -> int:
     """Make one split; returns the exit code: 2 after one line on stderr for bad input."""
+    program = Path(sys.argv[0]).name
+    return guarded(program, lambda: _make(dataset, kind, argv))
+
+
+def _make(dataset: str, kind: str, argv: Sequence[str] | None) -> int:
     defaults = RECIPES[dataset, kind].arguments
     parser = Parser(
         description=f"Split {dataset} among users: scheme {kind}.",
@@ -42,18 +39,14 @@ def main(dataset: str, kind: str, argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", help="split file (.npz) to write; None: named by the arguments, in split/"
     )
-    try:
-        arguments = vars(parser.parse_args(argv))
-        output = arguments.pop("output")
-        path = split_path(dataset, kind, arguments) if output is None else Path(output)
-        if path.suffix != ".npz" or path.is_dir():
-            raise InputError(f"output {output}: must name a file ending in .npz")
-        source, split = make_split(dataset, kind, arguments)
-        split.save(path)
-        draw(split, source.y, path.with_suffix(".png"), source.classes)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments = vars(parser.parse_args(argv))
+    output = arguments.pop("output")
+    path = split_path(dataset, kind, arguments) if output is None else Path(output)
+    if path.suffix != ".npz" or path.is_dir():
+        raise InputError(f"output {output}: must name a file ending in .npz")
+    source, split = make_split(dataset, kind, arguments)
+    split.save(path)
+    draw(split, source.y, path.with_suffix(".png"), source.classes)
     print(table(split, source.y, source.classes))
     print(f"split:   {shown(path)} (hash {split.hash[:12]})")
     print(f"picture: {shown(path.with_suffix('.png'))}")

@@ -92,6 +92,25 @@ def test_full_pass_weighs_every_sample_alike():
         )
 
 
+def test_a_batch_size_above_all_sizes_costs_nothing():
+    data = blobs(train=SIZES)
+    planner = Planner(federation("FedAvg", batch_size=10**9).config, data, 0)
+    plan = planner.local(range(6), (6,), 0, 1)
+    assert plan.rows.shape[-1] == max(SIZES)
+    assert plan.widths == [max(1, n) for n in SIZES]
+    assert planner.full_pass(range(6), (6,), 10**9).rows.shape[-1] == max(SIZES)
+
+
+def test_adapting_twice_on_test_data_takes_the_next_minibatch():
+    data = blobs(train=(5,))
+    data.sizes["test"][0] = 2
+    planner = Planner(federation("PerAvg", batch_size=1).config, data, 0)
+    first, second = planner.adapt([0], (), 4, ("test", "test"))
+    assert {int(first.rows), int(second.rows)} == {int(data.starts["test"][0]) + i for i in (0, 1)}
+    first, second = planner.adapt([0], (), 4, ("test", "train"))
+    assert int(second.rows) < int(data.starts["test"][0]) <= int(first.rows)
+
+
 def test_the_three_streams_differ():
     data = blobs()
     config = federation("PerAvg").config

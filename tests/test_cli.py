@@ -88,6 +88,10 @@ BAD = [
     ("--learning_rte 3", "--learning_rte: unknown option; did you mean --learning_rate"),
     ("--learn 3", "--learn: unknown option"),
     ("--beta", "--beta: expected one argument"),
+    ("--replay=", "--replay: the file name is empty"),
+    ("--config=", "--config: the file name is empty"),
+    ("--times 1000000000000", "--times '1000000000000': not a whole number >= 1 and <= 1000000"),
+    ("--threads 100000", "--threads '100000': not a whole number"),
     ("stray", "unrecognized arguments: stray"),
     ("--repetition 2 --times 2", "--repetition 2: --times 2 has repetitions 0 to 1"),
     ("--algorithm SCAFFOLD --momentum .9", "--momentum 0.9: SCAFFOLD"),
@@ -133,7 +137,14 @@ YAML = [
     ("- a\n- b", "must hold lines `option: value`"),
     ("a: b: c", "not valid YAML .line 1"),
     ("", "must hold lines"),
-    ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+    ("!!python/object/apply:os.getcwd []", "must hold lines"),
+    ("seed: 1\nseed: 2", "seed is given twice"),
+    ("seed: 2001-99-99", "seed '2001-99-99': not a whole number"),
+    ("seed: !!int foo", "seed 'foo': not a whole number"),
+    ("batch_size: 1:30", "batch_size '1:30': not a whole number"),
+    ("mu: null", "mu needs a single value"),
+    ("a: " + "[" * 5000, "not valid YAML"),
+    ('results_dir: "a\\0b"', "results_dir .*: not a name or path"),
 ]
 
 
@@ -153,12 +164,12 @@ def test_yaml_fills_the_config_and_the_command_line_wins(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
         "algorithm: FedProx\nmu: 1e-2\nlamda: 2.5\nsave_models: true\nshared_init: yes\n"
-        "block_size: auto\ntimes: 3\n"
+        "block_size: auto\ntimes: 3\nseed: 010\n"
     )
     values, _ = parse_command_line(["--config", str(path), "--times", "7"])
     assert values == {
         **{"algorithm": "FedProx", "mu": 0.01, "lamda": 2.5, "save_models": True},
-        **{"shared_init": "yes", "block_size": "auto", "times": 7},
+        **{"shared_init": "yes", "block_size": "auto", "times": 7, "seed": 10},
     }
 
 
@@ -178,6 +189,10 @@ def test_unread_options_are_named_in_one_notice():
         "FedAvg does not read --lamda, --K"
     ]
     assert notices(Config(), ["lamda", "K", "beta"]) == []
+    assert notices(config, ["save_models"]) == ["FedAvg does not read --save_models"]
+    assert notices(Config(algorithm="PerAvg", hf_delta=0.5), []) == [
+        "--hf_delta 0.5 has no effect without --hessian hf"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -247,8 +262,8 @@ def test_options_with_an_effect_of_their_own():
         for a in ("train", "test_test")
     )
     assert (train != test).any()
-    assert federation("pFedMe").primary == "theta"
-    assert federation("pFedMe", personal="local").primary == "local"
+    assert federation("pFedMe").config.primary == "theta"
+    assert federation("pFedMe", personal="local").config.primary == "local"
 
 
 def test_semantics_set_the_switches_and_single_ones_win():
@@ -287,7 +302,7 @@ def test_ctrl_c_keeps_what_was_measured(leaf):
     script += ["--numusers", "2", "--save_every", "0"]
     run = subprocess.Popen(script, cwd=leaf, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        while not list((leaf / "out").glob("*_p_*.part")):
+        while not list((leaf / "out").glob("*_p_*_0.h5")):
             assert run.poll() is None, run.stderr.read()
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=60)

@@ -82,5 +82,5 @@ def test_exact_counts_on_the_published_split():
     assert told["local"].correct["train"].sum() == 47130
     assert told["local"].mean_loss("train") == pytest.approx(0.80475, abs=1e-5)
     assert abs(told["theta"].correct["test"].sum() - 8565) <= 2
-    assert server.primary == "local"
+    assert server.config.primary == "local"
     assert len(np.unique(told["selected"])) == 5

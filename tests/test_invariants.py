@@ -119,7 +119,16 @@ def test_weights_are_over_those_who_report():
         torch.testing.assert_close(flat(server.params), expected, rtol=0, atol=1e-14)
 
 
-def test_nobody_reports_and_the_model_stays():
+@EVERY
+def test_a_round_without_reports_leaves_the_model(algorithm):
+    server = federation(algorithm, num_global_iters=1)
+    server.scripted = [[-1, -1]]
+    start = flat(server.params).clone()
+    server.run()
+    assert torch.equal(flat(server.params), start)
+
+
+def test_nobody_reports_and_the_mean_is_the_default():
     mean = WeightedMean()
     default = [torch.tensor([1.0, 2.0])]
     assert torch.equal(mean.value(default)[0], default[0])

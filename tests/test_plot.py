@@ -419,3 +419,10 @@ def test_script_needs_neither_torch_nor_display(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "Mnist_mclr.png").exists()
+
+
+def test_an_empty_csv_name_is_one_line(tmp_path, capsys):
+    write(tmp_path / "a_0.h5", [0.1, 0.5])
+    assert main_plot.main([str(tmp_path), "--csv", "", "--out", str(tmp_path / "x.png")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not a file name" in line

@@ -18,8 +18,10 @@ from utils.jobs import Progress
 from utils.partition import Split
 from utils.results import atomic_h5, file_name, number
 
-SPLIT = Split(("a",), (np.arange(3),), (np.arange(3, 5),), {"dataset": "Mnist"})
+DEFAULT = {"dataset": "Mnist", "arguments": {"users": 20, "labels_per_user": 2, "seed": 0}}
+SPLIT = Split(("a",), (np.arange(3),), (np.arange(3, 5),), DEFAULT)
 OTHER = Split(("a",), (np.arange(4),), (np.arange(4, 5),), {"dataset": "Mnist"})
+THIRD = Split(("a",), (np.arange(2),), (np.arange(4, 5),), {"dataset": "Mnist"})
 
 
 def name(of_personal=False, rows=SPLIT, **options) -> str:
@@ -56,7 +58,8 @@ def test_names_are_the_original_ones_with_the_model():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1, "1"), (1.0, "1"), (0.005, "0.005"), (1e-5, "1e-05"), (15.5, "15.5")]
+    ("value", "text"),
+    [(1, "1"), (1.0, "1"), (0.005, "0.005"), (1e-5, "1e-05"), (15.5, "15.5"), (1e300, "1e+300")],
 )
 def test_one_spelling_for_every_number(value, text):
     assert number(value) == text
@@ -72,16 +75,15 @@ def test_different_configurations_never_share_a_file():
             {"semantics": "authors"},
             {"dtype": "float64"},
         ),
-        *({"theta_start": "warm"}, {"personal": "local"}, {"split": "published"}),
+        *({"theta_start": "warm"}, {"personal": "local"}),
         *({"local_unit": "epochs"}, {"eval_every": 5}, {"normalize": "none"}),
         *({"participation": "sampled"}, {"weighting": "samples"}, {"inner_weight_decay": 0.001}),
     ]
     names = [name(**change) for change in changes]
     assert len(set(names)) == len(changes)
     assert names[1].startswith(f"{names[0]}_")
-    assert name(rows=OTHER) == name()
-    mine, other = (file_name(Config(split="my.npz").resolved(), s, False) for s in (SPLIT, OTHER))
-    assert mine != other
+    assert len({name(rows=rows) for rows in (SPLIT, OTHER, THIRD)}) == 3
+    assert name(split="by/its/path.npz") == name(), "the default split asked for by its file"
     nova = [name(algorithm="FedNova", **c) for c in ({}, {"mu": 0.1}, {"momentum": 0.1})]
     assert len(set(nova)) == 3
 
@@ -332,3 +334,125 @@ def test_progress_lines_name_round_accuracy_loss_and_time(capsys, monkeypatch):
         "job: round 5/10, personalised 0.5000, test accuracy 0.5000, train loss "
     )
     assert line.endswith(" s left\n")
+
+
+# ---- runs with little or nothing in them
+
+
+@pytest.mark.parametrize("algorithm", ["pFedMe", "PerAvg", "FedAvg"])
+@pytest.mark.parametrize("words", [["--eval_every", "0"], ["--num_global_iters", "0"]])
+def test_runs_without_evaluations_are_kept(algorithm, words, leaf):
+    code, out = run_main(leaf, "--algorithm", algorithm, *words)
+    assert code == 0
+    for path in files(out, "*_0.h5"):
+        content = read(path)
+        entries = len(content["rs_glob_acc"])
+        assert entries == (words[0] == "--num_global_iters" and "_p_" not in path.name)
+        assert content["user_test_acc"].shape == (entries, 5)
+
+
+def test_divergence_in_the_first_round_is_kept(leaf, capsys):
+    code, out = run_main(leaf, "--model", "dnn", "--personal_learning_rate", "1e30")
+    assert code == 1
+    assert "look at --personal_learning_rate (now 1e+30)" in capsys.readouterr().err
+    assert len(files(out, "*_0.h5")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "looked_at"),
+    [
+        (["--algorithm", "FedProx", "--mu", "1e30"], "--mu (now 1e+30)"),
+        (["--beta", "1e38"], "--beta (now 1e+38)"),
+        (["--algorithm", "FedNova", "--server_learning_rate", "1e38"], "--server_learning_rate"),
+    ],
+)
+def test_the_suspicious_option_is_named(words, looked_at, leaf, capsys):
+    code, _ = run_main(leaf, "--model", "dnn", "--num_global_iters", "20", *words)
+    assert code == 1
+    assert looked_at in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_first_round_is_130(leaf, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("utils.jobs.features", stop)
+    code, _ = run_main(leaf)
+    assert code == 130
+    assert capsys.readouterr().err.endswith("main.py: interrupted\n")
+
+
+# ---- replay of damaged files: one line, exit code 2
+
+
+def damage(path: Path, what: str) -> None:
+    with h5py.File(path, "r+") as file:
+        attrs = file.attrs
+        changes = {
+            "config text": lambda: attrs.__setitem__("config", "nothing"),
+            "config list": lambda: attrs.__setitem__("config", "[1]"),
+            "config number": lambda: attrs.__setitem__("config", 3),
+            "manifest": lambda: attrs.__setitem__("manifest", "nothing"),
+            "schema": lambda: attrs.__setitem__("schema", 2),
+            "repetition": lambda: attrs.__setitem__("repetition", "avg"),
+            "evaluates": lambda: attrs.__setitem__("evaluates", "theta"),
+            "no init": lambda: file.__delitem__("init"),
+            "init shape": lambda: replace(file, "init/fc1.bias", np.zeros(3, np.float32)),
+            "init name": lambda: replace(file, "init/fc9.bias", np.zeros(10, np.float32)),
+            "curve length": lambda: replace(file, "rs_glob_acc", np.zeros(1)),
+            "selected user": lambda: replace(file, "selected_users", np.array([[0, 99], [1, 2]])),
+            "selected twice": lambda: replace(file, "selected_users", np.array([[1, 1], [1, 2]])),
+            "selected shape": lambda: replace(file, "selected_users", np.arange(4)),
+            "selected floats": lambda: replace(file, "selected_users", np.ones((2, 2))),
+            "split rows": lambda: replace(file, "split/user0/train", np.array([10**6])),
+            "users": lambda: replace(file, "users", np.arange(5)),
+        }
+        changes[what]()
+
+
+def replace(file, name, value):
+    if name in file:
+        del file[name]
+    file[name] = value
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("config text", "config list", "config number", "manifest", "schema", "repetition"),
+        *("evaluates", "no init", "init shape", "init name", "curve length", "selected user"),
+        *("selected twice", "selected shape", "selected floats", "split rows", "users"),
+    ],
+)
+def test_replay_of_a_damaged_file_is_one_line(what, leaf, capsys):
+    _, out = run_main(leaf)
+    (path,) = files(out, "*pFedMe_0.005*_0.h5")
+    damage(path, what)
+    capsys.readouterr()
+    assert main.main(["--replay", str(path), "--gpu", "-1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("main.py: error: "), line
+
+
+def test_replay_does_not_overlook_nan(leaf, capsys):
+    _, out = run_main(leaf)
+    (path,) = files(out, "*pFedMe_0.005*_0.h5")
+    with h5py.File(path, "r+") as file:
+        file["rs_glob_acc"][1:] = np.nan
+    assert main.main(["--replay", str(path), "--gpu", "-1"]) == 1
+    assert "OUTSIDE" in capsys.readouterr().out
+    command = ["--replay", str(path), "--num_global_iters", "1", "--eval_every", "0"]
+    assert main.main([*command, "--gpu", "-1"]) == 2
+    assert "nothing to compare" in capsys.readouterr().err
+
+
+def test_replay_without_test_samples(leaf):
+    content = {"users": [], "num_samples": [], "user_data": {}}
+    train = json.loads((leaf / "train" / "all.json").read_text())
+    content |= {"users": train["users"], "num_samples": [0] * 5}
+    content["user_data"] = {user: {"x": [], "y": []} for user in train["users"]}
+    (leaf / "test" / "all.json").write_text(json.dumps(content))
+    code, out = run_main(leaf)
+    assert code == 0
+    (path,) = files(out, "*pFedMe_0.005*_0.h5")
+    assert main.main(["--replay", str(path), "--gpu", "-1"]) == 0

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PARTS = ("train", "test")
+from utils.partition import PARTS
+
 STREAMS = {"users": 0, "batches": 1, "adapt": 2, "dropout": 3}
 
 
@@ -66,6 +67,7 @@ class Plan:
     rows: Tensor
     weight: Tensor
     steps: np.ndarray  # shape `block`: steps of each user
+    widths: list[int]  # of each user: rows of its own widest minibatch
     counts: np.ndarray  # (steps, draws, *block): real samples of each minibatch
     active: Tensor  # (steps, *block): 1 while a user still has steps to do
 
@@ -133,13 +135,14 @@ class Planner:
         stream = "batches" if self.cyclic and parts != ("train",) else "adapt"
         plans = []
         for turn, part in enumerate(parts):
-            drawn = [
-                self._draw(
-                    stream, user, round_number, part, min(1, self.data.sizes[part][user]), turn
-                )
-                for user in ids
-            ]
-            plans.append(self._assemble([p[:, None] for p in drawn], block, steps=1))
+            drawn = []
+            for user in ids:
+                # The next minibatch of the same order where a part comes a second time.
+                before = 0 if self.cyclic else parts[:turn].count(part)
+                count = (before + 1) * min(1, int(self.data.sizes[part][user]))
+                at = self._draw(stream, user, round_number, part, count)
+                drawn.append(at[before:, None])
+            plans.append(self._assemble(drawn, block, steps=1))
         return plans
 
     def full_pass(self, ids: Sequence[int], block: tuple, chunk: int) -> Plan:
@@ -147,23 +150,22 @@ class Planner:
         sizes = self.data.sizes["train"][list(ids)]
         rows = []
         for user, size in zip(ids, sizes, strict=True):
-            at = cut(size, chunk, -(-int(size) // chunk))
+            at = cut(int(size), max(1, min(chunk, size)), -(-int(size) // chunk))
             rows.append(self._rows(user, "train", at)[:, None])
         plan = self._assemble(rows, block)
         n = torch.as_tensor(np.maximum(sizes, 1).reshape(block), device=plan.weight.device)
         plan.weight = (plan.weight > 0) / n.to(plan.weight.dtype).unsqueeze(-1)
         return plan
 
-    def _draw(
-        self, stream: str, user: int, round_number: int, part: str, count: int, turn: int = 0
-    ) -> np.ndarray:
-        size, batch = int(self.data.sizes[part][user]), self.config.batch_size
+    def _draw(self, stream: str, user: int, round_number: int, part: str, count: int) -> np.ndarray:
+        size = int(self.data.sizes[part][user])
+        batch = max(1, min(self.config.batch_size, size))
         if stream == "batches" and self.cyclic:
             start = self.cursors[part][user]
             at = cut(size, batch, count, start)
             self.cursors[part][user] = (start + count) % max(1, -(-size // batch))
         else:
-            key = (self.config.seed, self.repetition, round_number, user, turn)
+            key = (self.config.seed, self.repetition, round_number, user, PARTS.index(part))
             at = cut(size, batch, count, rng=generator(stream, *key))
         return self._rows(user, part, at)
 
@@ -173,8 +175,10 @@ class Planner:
     def _assemble(self, plans: list[np.ndarray], block: tuple, steps: int | None = None) -> Plan:
         taken = np.array([len(p) for p in plans])
         steps = taken.max() if steps is None else steps
+        widths = [p.shape[-1] for p in plans]
         padded = [
-            np.pad(p, ((0, steps - len(p)), (0, 0), (0, 0)), constant_values=-1) for p in plans
+            np.pad(p, ((0, steps - len(p)), (0, 0), (0, max(widths) - w)), constant_values=-1)
+            for p, w in zip(plans, widths, strict=True)
         ]
         rows = np.stack(padded, axis=2)
         rows = rows.reshape(*rows.shape[:2], *block, rows.shape[-1])
@@ -187,6 +191,7 @@ class Planner:
             rows=torch.as_tensor(np.maximum(rows, 0), device=x.device),
             weight=torch.as_tensor(weight, dtype=x.dtype, device=x.device),
             steps=taken.reshape(block),
+            widths=widths,
             counts=counts,
             active=torch.as_tensor(active.reshape(steps, *block), dtype=x.dtype, device=x.device),
         )

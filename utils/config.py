@@ -15,7 +15,7 @@ import yaml
 
 from FLAlgorithms.servers import ALGORITHMS
 from FLAlgorithms.trainmodel.models import MODELS
-from utils.errors import InputError
+from utils.errors import InputError, Parser
 from utils.model_utils import DATASETS, NORMALIZE
 
 SEMANTICS: dict[str, dict[str, object]] = {
@@ -54,7 +54,7 @@ class _Number:
         self.kind, self.low, self.high, self.above = kind, low, high, above
         name = "a whole number" if kind is int else "a number"
         limit = f"> {low:g}" if above else f">= {low:g}"
-        self.says = f"{name} {limit}" + (f" and <= {high:g}" if high < math.inf else "")
+        self.says = f"{name} {limit}" + (f" and <= {high:.9g}" if high < math.inf else "")
 
     def __call__(self, text: str) -> float:
         value = self.kind(text)
@@ -83,16 +83,6 @@ class _Choice:
         return f"; did you mean {lower[near[0]]}?" if near else ""
 
 
-class _YesNo(_Choice):
-    """yes / no; YAML's booleans arrive as True and False."""
-
-    def __init__(self) -> None:
-        super().__init__(("yes", "no"))
-
-    def __call__(self, text: str) -> object:
-        return super().__call__({"True": "yes", "False": "no"}.get(text, text))
-
-
 class _Flag:
     """A switch without a value on the command line, true or false in YAML."""
 
@@ -108,8 +98,9 @@ class _Text:
     says = "a name or path"
 
     def __call__(self, text: str) -> str:
-        if not text:
+        if not text or "\0" in text:
             raise ValueError(text)
+        text.encode()  # a lone surrogate is no text
         return text
 
 
@@ -117,7 +108,7 @@ class _Auto(_Number):
     """`auto` or a whole number >= 0."""
 
     def __init__(self) -> None:
-        super().__init__(int, 0)
+        super().__init__(int, 0, 10**6)
         self.says = f"auto or {self.says}"
 
     def __call__(self, text: str) -> object:
@@ -129,7 +120,7 @@ def _option(default: object, parse: Callable[[str], object], text: str):
 
 
 _STEP = _Number(float, 0)
-_COUNT = _Number(int, 1)
+_COUNT = _Number(int, 1, 10**9)
 
 
 @dataclass(frozen=True)
@@ -146,16 +137,20 @@ class Config:
     learning_rate: float = _option(
         0.005, _STEP, "local step eta (pFedMe: of the outer steps; PerAvg: alpha)"
     )
-    num_global_iters: int = _option(800, _Number(int, 0), "communication rounds")
-    local_epochs: int = _option(20, _COUNT, "local work R per round: minibatch steps or passes")
+    num_global_iters: int = _option(800, _Number(int, 0, 10**9), "communication rounds")
+    local_epochs: int = _option(
+        20, _Number(int, 1, 10**7), "local work R per round: minibatch steps or passes"
+    )
     local_unit: str = _option(
         "steps",
         _Choice(("steps", "epochs")),
         "what --local_epochs counts: minibatch steps or passes",
     )
     numusers: int = _option(5, _COUNT, "users sampled per round")
-    times: int = _option(1, _COUNT, "repetitions")
-    repetition: int | None = _option(None, _Number(int, 0), "run this repetition (from 0) alone")
+    times: int = _option(1, _Number(int, 1, 10**6), "repetitions")
+    repetition: int | None = _option(
+        None, _Number(int, 0, 10**6), "run this repetition (from 0) alone"
+    )
     seed: int = _option(0, _Number(int, 0, 2**32 - 1), "seed of initial model, sampling, batches")
     optimizer: str = _option(
         "SGD", _Choice(("SGD",)), "kept for old commands; every algorithm brings its own solver"
@@ -173,7 +168,9 @@ class Config:
     batches: str | None = _option(
         None, _Choice(("shuffled", "cyclic")), "minibatches: fresh permutations, or file order"
     )
-    shared_init: str | None = _option(None, _YesNo(), "all repetitions start from one model")
+    shared_init: str | None = _option(
+        None, _Choice(("yes", "no")), "all repetitions start from one model"
+    )
     beta: float = _option(1.0, _STEP, "pFedMe: server step; PerAvg: step of the meta-update")
     lamda: float = _option(15.0, _STEP, "strength of the proximal term")
     K: int = _option(5, _COUNT, "inner steps for theta per local step")
@@ -205,16 +202,18 @@ class Config:
     server_momentum: float = _option(0.0, _Number(float, 0, 0.999999), "momentum of the server")
     server_learning_rate: float = _option(1.0, _STEP, "scale of the server's step")
     scaffold_option: int = _option(2, _Choice((1, 2)), "how c_i is updated: option I or II")
-    eval_every: int = _option(1, _Number(int, 0), "rounds between evaluations; 0: never")
-    gpu: int = _option(0, _Number(int, -1), "CUDA device; -1: CPU")
+    eval_every: int = _option(1, _Number(int, 0, 10**9), "rounds between evaluations; 0: never")
+    gpu: int = _option(0, _Number(int, -1, 10**6), "CUDA device; -1: CPU")
     block_size: int | str = _option(
         "auto", _Auto(), "users trained in lockstep; 0: one at a time (reference engine)"
     )
-    threads: int = _option(1, _COUNT, "CPU threads")
+    threads: int = _option(1, _Number(int, 1, 1024), "CPU threads")
     dtype: str = _option("float32", _Choice(("float32", "float64")), "number type")
     results_dir: str = _option("results", _Text(), "folder of the result files")
     save_every: float = _option(30.0, _STEP, "seconds between saves of an unfinished run")
-    save_models: bool = _option(False, _Flag(), "store the personalised models in the result file")
+    save_models: bool = _option(
+        False, _Flag(), "store the personalised models in the `_p` result file"
+    )
 
     def __post_init__(self) -> None:
         if self.repetition is not None and self.repetition >= self.times:
@@ -230,9 +229,15 @@ class Config:
         return ALGORITHMS[self.algorithm]
 
     @property
-    def repetitions(self) -> list[int]:
+    def repetitions(self) -> Sequence[int]:
         """Which repetitions this job runs."""
-        return list(range(self.times)) if self.repetition is None else [self.repetition]
+        return range(self.times) if self.repetition is None else [self.repetition]
+
+    @property
+    def primary(self) -> str:
+        """Which personalised model the `_p` file holds; "" where the algorithm has none."""
+        names = self.server_class.user_class.personal
+        return self.personal if self.personal in names else (*names, "")[0]
 
     def initial_seed(self, repetition: int) -> int:
         """The seed of a repetition's initial model."""
@@ -261,6 +266,17 @@ NOT_NUMBERS = frozenset(
 )
 
 
+# Options that name a file and belong to no configuration: {name: (metavar, help)}.
+FILES = {
+    "config": ("FILE.yaml", "flat keys = option names; options on the command line win"),
+    "replay": (
+        "FILE.h5",
+        "run a recorded configuration again and compare (with --num_global_iters, --results_dir, "
+        "--gpu, --block_size, --threads, --eval_every)",
+    ),
+}
+
+
 def parse_value(name: str, text: str, where: str) -> object:
     """One option's text as its value; `where` says how the user spelled the option.
 
@@ -277,48 +293,34 @@ def parse_value(name: str, text: str, where: str) -> object:
 def read_yaml(path: str) -> dict[str, object]:
     """A YAML file of flat keys = option names as Config values; raises InputError."""
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        # Scalars stay text, so that the options' own parsers are the only judges of values.
+        node = yaml.compose(Path(path).read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise InputError(f"--config {path}: {reason}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
         raise InputError(f"--config {path}: not valid YAML{line}") from None
-    if not isinstance(loaded, dict):
+    if not isinstance(node, yaml.MappingNode):
         raise InputError(f"--config {path}: must hold lines `option: value`")
     values = {}
-    for key, value in loaded.items():
+    for key, value in ((k.value, v) for k, v in node.value):
         if key not in FIELDS:
             near = difflib.get_close_matches(str(key), FIELDS, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; see python main.py --help"
             raise InputError(f"--config {path}: unknown key {key!r}{hint}")
-        if isinstance(value, (dict, list)) or value is None:
+        if key in values:
+            raise InputError(f"--config {path}: {key} is given twice")
+        if not isinstance(value, yaml.ScalarNode) or value.value in ("", "null", "~"):
             raise InputError(f"--config {path}: {key} needs a single value")
-        values[key] = parse_value(key, str(value), f"--config {path}: {key}")
+        values[key] = parse_value(key, value.value, f"--config {path}: {key}")
     return values
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line."""
-
-    def error(self, message: str):
-        raise InputError(message)
-
-    def check_names(self, argv: Sequence[str]) -> None:
-        """Suggest the nearest option for an unknown one."""
-        known = [o for action in self._actions for o in action.option_strings]
-        for word in argv:
-            name = word.split("=")[0]
-            if name.startswith("--") and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else "; see --help"
-                raise InputError(f"{name}: unknown option{hint}")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line; options are grouped by which algorithms read them."""
-    parser = _Parser(
+    parser = Parser(
         prog="main.py",
         description="Personalised and baseline federated learning.",
         allow_abbrev=False,
@@ -341,25 +343,32 @@ def build_parser() -> argparse.ArgumentParser:
         choices = "{" + ",".join(parse.names) + "}" if isinstance(parse, _Choice) else None
         group.add_argument(f"--{name}", metavar=choices or name.upper(), help=text + shown)
     group = parser.add_argument_group("files")
-    group.add_argument("--config", metavar="FILE.yaml", help="flat keys = option names")
-    group.add_argument(
-        "--replay",
-        metavar="FILE.h5",
-        help="run a recorded configuration again and compare (with --num_global_iters, "
-        "--results_dir, --gpu, --block_size, --threads)",
-    )
+    for name, (metavar, text) in FILES.items():
+        group.add_argument(f"--{name}", metavar=metavar, help=text)
     return parser
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], str | None]:
     """The values given explicitly (YAML first, command line over it) and the file to replay."""
-    parser = build_parser()
-    parser.check_names(argv)
-    given = vars(parser.parse_args(argv))
-    replay, path = given.pop("replay", None), given.pop("config", None)
-    values = read_yaml(path) if path else {}
+    _check_names(argv)
+    given = vars(build_parser().parse_args(argv))
+    files = {name: given.pop(name, None) for name in FILES}
+    for name, path in files.items():
+        if path == "":
+            raise InputError(f"--{name}: the file name is empty")
+    values = read_yaml(files["config"]) if files["config"] is not None else {}
     values |= {name: parse_value(name, text, f"--{name}") for name, text in given.items()}
-    return values, replay
+    return values, files["replay"]
+
+
+def _check_names(argv: Sequence[str]) -> None:
+    known = [f"--{name}" for name in (*FIELDS, *FILES, "help")]
+    for word in argv:
+        name = word.split("=")[0]
+        if name.startswith("--") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help"
+            raise InputError(f"{name}: unknown option{hint}")
 
 
 def notices(config: Config, given: Iterable[str]) -> list[str]:

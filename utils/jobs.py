@@ -15,12 +15,13 @@ from tqdm import tqdm
 
 from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import Diverged, Server
-from FLAlgorithms.trainmodel.models import MODELS, Classifier, build_model
+from FLAlgorithms.trainmodel.models import Classifier, build_model
 from utils.batches import PARTS, FederatedData
 from utils.config import Config, notices, say
+from utils.errors import InputError
 from utils.model_utils import Source, default_normalize, features, read_data
 from utils.partition import Split
-from utils.results import Recorder, average, check_folder, file_name, finished, summary
+from utils.results import Recorder, average, check_writable, finished, result_path, summary
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ class Job:
 
     def path(self, personal: bool, repetition: object) -> Path:
         """The result file of a repetition, or of the average (`avg`)."""
-        name = file_name(self.config, self.split, personal)
-        return Path(self.config.results_dir) / f"{name}_{repetition}.h5"
+        return result_path(self.config, self.split, personal, repetition)
 
 
 def prepare(config: Config, source: Source, split: Split) -> Job:
@@ -69,10 +69,12 @@ def prepare(config: Config, source: Source, split: Split) -> Job:
     # Asking for the usual features by name is the same configuration as not asking.
     config = dataclasses.replace(config, normalize=None if normalize == usual else normalize)
     users = int(sum(len(rows) > 0 for rows in split.train))
+    if not users:
+        raise InputError(f"--split {config.split}: no user has train samples")
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
-    flat = MODELS[config.model](source.shape, source.classes).flat
+    flat = build_model(config.model, source.shape, source.classes, config.seed).flat
     data = federate(source, split, features(source, split, normalize), flat)
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
@@ -152,8 +154,8 @@ def run_job(config: Config, given: Iterable[str]) -> int:
     """All repetitions of a job; 0, or 1 if one diverged, or 130 after Ctrl-C."""
     for line in notices(config, given):
         say(f"notice: {line}")
-    check_folder(Path(config.results_dir))
     job = prepare(config, *read_data(config.dataset, config.split))
+    check_writable(job.path(True, "avg"))
     code, started = 0, time.monotonic()
     for repetition in config.repetitions:
         try:
@@ -185,7 +187,7 @@ def run_repetition(job: Job, repetition: int) -> int:
         say(f"{label}: {stop}")
     finally:
         progress.close()
-        written = recorder.close(status)
+        written = recorder.save(status)
         if status != "finished":
             say(f"{status}: what was measured is in {', '.join(map(str, written))}")
     return code
@@ -194,16 +196,16 @@ def run_repetition(job: Job, repetition: int) -> int:
 def report(job: Job, seconds: float) -> None:
     """Average what is finished and print where everything is, with the tables."""
     config = job.config
-    kinds = [False, True] if job.server(0).primary else [False]
-    for personal in kinds:
+    for personal in [False, True] if config.primary else [False]:
         wanted = [job.path(personal, i) for i in range(config.times)]
         done = [path for path in wanted if finished(path)]
-        what = f"personalised ({job.server(0).primary})" if personal else "global model"
+        shown = list(done)
+        if len(done) == len(wanted):
+            shown.append(job.path(personal, "avg"))
+            average(done, shown[-1])
+        what = f"personalised ({config.primary})" if personal else "global model"
         for line in summary(done, f"{config.algorithm}, {what}, test accuracy %"):
             print(line)
-        if len(done) == len(wanted):
-            average(done, job.path(personal, "avg"))
-            done.append(job.path(personal, "avg"))
-        for path in done:
+        for path in shown:
             print(f"  {path}")
     print(f"{seconds:.1f} s; figure and table: python main_plot.py")

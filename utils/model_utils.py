@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import zlib
@@ -254,6 +255,13 @@ def make_split(dataset: str, kind: str, arguments: dict) -> tuple[Source, Split]
     return source, RECIPES[dataset, kind].scheme(source.y, **arguments, **of)
 
 
+def is_default(dataset: str, split: Split) -> bool:
+    """Whether this is what `--split default` means, however it was asked for."""
+    arguments = RECIPES[dataset, DEFAULTS[dataset]].arguments
+    manifest = split.manifest
+    return (manifest.get("dataset"), manifest.get("arguments")) == (dataset, arguments)
+
+
 def _default(dataset: str) -> tuple[Source, Split]:
     kind = DEFAULTS[dataset]
     arguments = RECIPES[dataset, kind].arguments
@@ -264,10 +272,10 @@ def _default(dataset: str) -> tuple[Source, Split]:
         split.save(path)
         return source, split
     split = Split.load(path)
-    found = (split.manifest.get("dataset"), split.manifest.get("arguments"))
-    if found != (dataset, arguments):
+    if not is_default(dataset, split):
         raise InputError(
-            f"split {shown(path)}: made for {found[0]} with {found[1]}, the default is {arguments};"
+            f"split {shown(path)}: made for {split.manifest.get('dataset')} with "
+            f"{split.manifest.get('arguments')}, the default is {arguments};"
             " delete it, and it is made anew"
         )
     source = read_source(dataset, split.manifest)
@@ -277,6 +285,7 @@ def _default(dataset: str) -> tuple[Source, Split]:
 
 # ---- LEAF-style JSON -----------------------------------------------------------------------------
 
+GROUP_NAME = re.compile(r"(?!\.+$)[^/\0\ud800-\udfff]+")
 SHAPES = {"Mnist": (1, 28, 28), "Cifar10": (3, 32, 32)}
 
 
@@ -342,9 +351,9 @@ def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np
         raise InputError(f"{len(names)} users and {len(sizes)} num_samples, expected as many, >= 1")
     users = {}
     for name, size in zip(names, sizes, strict=True):
-        # Result files use the name as an HDF5 group, where "/" would nest.
-        if not isinstance(name, str) or not name or "/" in name or name in users:
-            raise InputError(f"user {name!r}: must be a unique text without /")
+        # Result files use the name as an HDF5 group.
+        if not isinstance(name, str) or not GROUP_NAME.fullmatch(name) or name in users:
+            raise InputError(f"user {name!r}: must be a unique text without / that is not .")
         entry = data.get(name)
         if not isinstance(entry, dict) or not {"x", "y"} <= entry.keys():
             raise InputError(f"user {name}: user_data lacks it, or its x or y")

@@ -93,6 +93,10 @@ class WeightedMean:
             self.total = [t.add_(p) for t, p in zip(self.total, parts, strict=True)]
             self.weight = self.weight + weight
 
+    def sum(self, like: Params) -> list[Tensor]:
+        """The weighted sum; zeros like `like` where nothing was added."""
+        return self.total or zeros_like(like)
+
     @torch.no_grad()
     def value(self, default: Params) -> list[Tensor]:
         """The mean; `default` where nothing was added or the total weight is zero."""

@@ -156,8 +156,8 @@ def read_run(path: Path) -> Run:
 
 def _described(attrs: h5py.AttributeManager) -> dict:
     config = json.loads(attrs["config"])
-    if missing := {"dataset", "model", "algorithm"} - config.keys():
-        raise KeyError(missing)
+    if not all(isinstance(config[key], str) for key in ("dataset", "model", "algorithm")):
+        raise TypeError(config)
     return {
         "config": config,
         "options": tuple(json.loads(attrs["options"])),
@@ -493,6 +493,8 @@ def save(figure: Figure, path: Path) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
+    if not path.name:
+        raise InputError(f"{path}: not a file name")
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

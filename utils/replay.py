@@ -22,10 +22,11 @@ from utils.errors import InputError
 from utils.jobs import Job, prepare
 from utils.model_utils import read_source
 from utils.partition import Split, check
-from utils.results import Recorder
+from utils.results import SCHEMA, Recorder, check_writable
 
 # The golden files' own names for some options.
 RENAMED = {"rounds": "num_global_iters", "clients_per_round": "numusers"}
+GOLDEN_MANIFEST = {"scheme": "golden", "dataset": "Mnist"}
 GOLDEN = {"dataset": "Mnist", "semantics": "authors", "normalize": "published"}
 OVERRIDES = ("num_global_iters", "results_dir", "gpu", "block_size", "threads", "eval_every")
 ACCURACIES = {"rs_glob_acc": "test", "rs_train_acc": "train"}
@@ -62,73 +63,103 @@ class Recording:
 
 def read_recording(path: str, given: dict[str, object]) -> Recording:
     """A result or golden file with the command line's overrides; raises InputError."""
+    unread = sorted(set(given) - set(OVERRIDES))
+    if unread:
+        allowed = ", ".join(f"--{name}" for name in OVERRIDES)
+        raise InputError(f"--{unread[0]}: with --replay only {allowed}")
     try:
         with h5py.File(path) as file:
-            return _read(file, path, given)
+            if file.attrs.get("evaluates", "global") == "global":
+                return _read(file, path, given)
+            main_path = _partner(file, path)
+        with h5py.File(main_path) as file:
+            if file.attrs["evaluates"] != "global":
+                raise KeyError("a file of the global model")
+            return _read(file, str(main_path), given)
     except OSError as error:
         reason = "no such file" if not Path(path).exists() else "not a readable .h5 file"
         raise InputError(f"--replay {path}: {reason}") from error
-    except KeyError as error:
-        raise InputError(f"--replay {path}: not a recorded run, it lacks {error}") from None
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise InputError(f"--replay {path}: not a recorded run ({error})") from None
+
+
+def _partner(file: h5py.File, path: str) -> Path:
+    """The `_p` file of a main file and the other way round."""
+    suffix = ".part" if path.endswith(".part") else ""
+    return Path(path).with_name(str(file.attrs["partner"]) + suffix)
 
 
 def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
-    if file.attrs.get("evaluates", "global") != "global":
-        partner = Path(path).with_name(file.attrs["partner"])
-        return read_recording(str(partner), given)
-    ours = "schema" in file.attrs
     values = {RENAMED.get(k, k): v for k, v in json.loads(file.attrs["config"]).items()}
-    recorded_rounds = len(file["selected_users"])
-    manifest = {"scheme": "golden", "dataset": "Mnist"}
-    if ours:
-        manifest = json.loads(file.attrs["manifest"])
-    else:
-        values = GOLDEN | values
-    texts = {k: str(v) for k, v in values.items() if k in FIELDS and v is not None}
-    parsed = {k: parse_value(k, v, f"--replay {path}: {k}") for k, v in texts.items()}
+    ours = "schema" in file.attrs
+    if ours and file.attrs["schema"] != SCHEMA:
+        raise ValueError(f"schema {file.attrs['schema']}, this code reads {SCHEMA}")
+    manifest = json.loads(file.attrs["manifest"]) if ours else GOLDEN_MANIFEST
+    values = values if ours else GOLDEN | values
+    selected = _selected(file["selected_users"][()])
     repetition = int(file.attrs.get("repetition", 0))
+    texts = {k: str(v) for k, v in values.items() if k in FIELDS and v is not None}
+    texts["save_models"] = "false"  # a replay compares what was evaluated
+    parsed = {k: parse_value(k, v, f"--replay {path}: {k}") for k, v in texts.items()}
     parsed |= {"repetition": None, "times": repetition + 1}
-    unread = set(given) - set(OVERRIDES)
-    if unread:
-        raise InputError(
-            f"--{sorted(unread)[0]}: with --replay only {', '.join('--' + o for o in OVERRIDES)}"
-        )
-    parsed |= given
-    if parsed["num_global_iters"] > recorded_rounds:
-        if "num_global_iters" in given:
-            raise InputError(
-                f"--num_global_iters {given['num_global_iters']}: {path} holds "
-                f"{recorded_rounds} rounds"
-            )
-        parsed["num_global_iters"] = recorded_rounds
-    after = {
-        int(t): {n: v[()] for n, v in group.items()}
-        for t, group in file.get("global_after_round", {}).items()
-    }
+    asked = given.get("num_global_iters", 0)
+    if asked > len(selected):
+        raise InputError(f"--num_global_iters {asked}: {path} holds {len(selected)} rounds")
+    parsed["num_global_iters"] = min(parsed["num_global_iters"], len(selected))
+    after = {int(t): _tensors(group) for t, group in file.get("global_after_round", {}).items()}
     if "final" in file:
-        after[recorded_rounds] = {n: v[()] for n, v in file["final"].items()}
-    curves, rounds = (
-        _curves(file),
-        {"": np.arange(recorded_rounds), "_per": np.arange(recorded_rounds)},
-    )
+        after[len(selected)] = _tensors(file["final"])
+    curves = _curves(file)
+    rounds = dict.fromkeys(("", "_per"), np.arange(len(selected)))
     if ours:
         rounds[""] = file["round"][()]
-        partner = Path(path).with_name(file.attrs["partner"])
+        partner = _partner(file, path)
         if partner.exists():
             with h5py.File(partner) as other:
-                curves |= {f"{n}_per": v for n, v in _curves(other).items() if n.startswith("rs_")}
-                curves |= {n: v for n, v in _curves(other).items() if not n.startswith("rs_")}
+                for name, values in _curves(other).items():
+                    curves[f"{name}_per" if name.startswith("rs_") else name] = values
                 rounds["_per"] = other["round"][()]
+    for name, values in curves.items():
+        if len(values) != len(rounds["_per" if "_per" in name or "test_acc" in name else ""]):
+            raise ValueError(f"{name} has {len(values)} entries, not one per evaluated round")
     return Recording(
-        config=Config(**parsed),
+        config=Config(**parsed | given),
         split=_split(file, manifest),
-        init={n: v[()] for n, v in file["init"].items()},
+        init=_tensors(file["init"]),
         after=after,
-        selected=file["selected_users"][()],
+        selected=selected,
         repetition=repetition,
         curves=curves,
         rounds=rounds,
     )
+
+
+def _tensors(group: h5py.Group) -> dict[str, np.ndarray]:
+    return {name: value[()] for name, value in group.items()}
+
+
+def _selected(rows: np.ndarray) -> np.ndarray:
+    """(T, S) user numbers, -1 pads; nobody twice in a round."""
+    if rows.ndim != 2 or rows.dtype.kind != "i":
+        raise ValueError("selected_users must be whole numbers, a row per round")
+    if any(len(set(row)) != len(row) for row in ([u for u in r if u >= 0] for r in rows)):
+        raise ValueError("selected_users names a user twice in a round")
+    return rows
+
+
+def _validate(recording: Recording, job: Job) -> None:
+    """The selected users exist and have train data; the parameters are the model's."""
+    able = np.flatnonzero(job.data.sizes["train"])
+    strange = sorted(set(recording.selected[recording.selected >= 0]) - set(able))
+    if strange:
+        raise InputError(f"--replay: selected_users names {strange[0]}, no user with train data")
+    shapes = {n: tuple(v.shape) for n, v in job.model(0).state_dict().items()}
+    for what, values in (("init", recording.init), *recording.after.items()):
+        if {n: v.shape for n, v in values.items()} != shapes:
+            raise InputError(
+                f"--replay: the recorded parameters ({what}) are not those of "
+                f"--model {job.config.model}"
+            )
 
 
 def _curves(file: h5py.File) -> dict[str, np.ndarray]:
@@ -136,14 +167,14 @@ def _curves(file: h5py.File) -> dict[str, np.ndarray]:
         n: v[()]
         for n, v in file.items()
         if isinstance(v, h5py.Dataset) and (n.startswith("rs_") or n.endswith("_test_acc"))
-        if v.ndim == 1
+        if v.ndim == 1 and v.dtype.kind == "f"
     }
 
 
 def _split(file: h5py.File, manifest: dict) -> Split:
     group = file["split"]
     # Our files keep the users' order; in a golden file user i is the i-th sorted name.
-    users = tuple(file["users"].asstr()[()]) if "users" in file else tuple(sorted(group))
+    users = tuple(file["users"].asstr()[()].tolist()) if "users" in file else tuple(sorted(group))
     parts = {p: tuple(group[u][p][()].astype(np.int64) for u in users) for p in ("train", "test")}
     labels = {
         (i, p): group[u][f"{p}_label"][()].astype(np.int64)
@@ -209,17 +240,27 @@ def replay(path: str, given: dict[str, object]) -> int:
     source = read_source(recording.config.dataset, recording.split.manifest)
     check(recording.split, source)
     job = prepare(recording.config, source, recording.split)
-    recorder = job.recorder(recording.repetition, None) if "results_dir" in given else None
+    _validate(recording, job)
+    recorder = None
+    if "results_dir" in given:
+        recorder = job.recorder(recording.repetition, None)
+        check_writable(recorder.paths[True])
     observer = _Observer(job, recording, recorder)
+    status = "interrupted"
     try:
         observer.server.run()
+        status = "finished"
     except Diverged as stop:
+        status = "diverged"
         say(f"main.py: error: {stop}")
         return 1
-    if recorder:
-        recorder.close("finished")
+    finally:
+        if recorder:
+            recorder.save(status)
     bounds = BOUNDS.get(job.config.algorithm, Bounds())
     lines = [*_parameters(recording, observer, bounds), *_curves_of(recording, observer, bounds)]
+    if not lines:
+        raise InputError(f"--replay {path}: nothing to compare with these options")
     print(f"replay of {path}: {job.config.algorithm}, {job.config.num_global_iters} rounds")
     print(f"{'':<34} {'largest difference':>18} {'bound':>8}")
     for line in lines:
@@ -233,7 +274,7 @@ def replay(path: str, given: dict[str, object]) -> int:
 def _parameters(recording: Recording, observer: _Observer, bounds: Bounds) -> Iterator[Line]:
     for t, mine in sorted(observer.after.items()):
         theirs = recording.after[t]
-        difference = max(float(np.abs(mine[n] - v).max()) for n, v in theirs.items())
+        difference = float(np.max([_largest(mine[n] - v) for n, v in theirs.items()]))
         bound = bounds.early if t <= EARLY else bounds.parameters
         yield Line(f"parameters after round {t}", difference, bound, "absolute")
 
@@ -242,15 +283,25 @@ def _curves_of(recording: Recording, observer: _Observer, bounds: Bounds) -> Ite
     for name, values in sorted(recording.curves.items()):
         base, personal = name.removesuffix("_per"), name.endswith("_per")
         model = base.removesuffix("_test_acc") if base.endswith("_test_acc") else ""
-        metrics = observer.metrics.get(observer.server.primary if personal else model, {})
+        metrics = observer.metrics.get(observer.server.config.primary if personal else model, {})
         rounds = recording.rounds["_per" if personal or model else ""]
         pairs = [(v, metrics[t]) for t, v in zip(rounds, values, strict=True) if t in metrics]
         if not pairs:
             continue
         if base in LOSSES:
-            off = [abs(m.mean_loss(LOSSES[base]) - v) / abs(v) for v, m in pairs]
-            yield Line(name, max(off), bounds.loss, "relative")
+            off = [_apart(m.mean_loss(LOSSES[base]), v, 1 / abs(v or 1)) for v, m in pairs]
+            yield Line(name, _largest(off), bounds.loss, "relative")
         else:
             part = ACCURACIES.get(base, "test")
-            off = [abs(m.accuracy(part) - v) * m.sizes[part].sum() for v, m in pairs]
-            yield Line(name, round(max(off), 6), bounds.samples, "samples")
+            off = [_apart(m.accuracy(part), v, m.sizes[part].sum()) for v, m in pairs]
+            yield Line(name, round(_largest(off), 6), bounds.samples, "samples")
+
+
+def _apart(a: float, b: float, scale: float) -> float:
+    """scale |a - b|; 0 where both are equal or missing (no samples), nan where one is."""
+    return 0.0 if a == b or (np.isnan(a) and np.isnan(b)) else abs(a - b) * scale
+
+
+def _largest(values: object) -> float:
+    """The largest magnitude; nan if any value is nan, which no bound contains."""
+    return float(np.max(np.abs(values), initial=0.0))

@@ -7,9 +7,8 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,6 +22,7 @@ from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import Server
 from utils.config import NOT_NUMBERS, Config
 from utils.errors import InputError
+from utils.model_utils import is_default
 from utils.partition import Split
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ PERSONAL_STEPS = ("K", "personal_learning_rate")
 
 def number(value: float) -> str:
     """One spelling for every number: 1 and 1.0 give 1."""
-    return str(int(value)) if float(value).is_integer() else repr(float(value))
+    value = float(value)
+    return str(int(value)) if value.is_integer() and abs(value) < 1e16 else repr(value)
 
 
 def name_fields(config: Config) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ def identity(config: Config, split: Split) -> dict[str, object]:
         for name in config.options()
         if name not in NOT_NUMBERS and getattr(config, name) != getattr(default, name)
     }
-    return found | ({} if config.split == "default" else {"split": split.hash})
+    return found | ({} if is_default(config.dataset, split) else {"split": split.hash})
 
 
 def file_name(config: Config, split: Split, personal: bool) -> str:
@@ -72,6 +73,11 @@ def file_name(config: Config, split: Split, personal: bool) -> str:
         parts += [str(c.K), number(c.personal_learning_rate)]
     rest = {k: v for k, v in identity(config, split).items() if k not in named}
     return "_".join([*parts, digest(rest)] if rest else parts)
+
+
+def result_path(config: Config, split: Split, personal: bool, repetition: object) -> Path:
+    """The result file of a repetition, or of the average (`avg`)."""
+    return Path(config.results_dir) / f"{file_name(config, split, personal)}_{repetition}.h5"
 
 
 def digest(values: dict[str, object]) -> str:
@@ -98,18 +104,16 @@ def atomic_h5(path: Path):
             beside.unlink()
 
 
-def check_folder(folder: Path) -> None:
-    """Create the results folder and try to write there, before any work is done for it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(f"--results_dir {folder}: cannot write there ({error.strerror})") from None
+def check_writable(path: Path) -> None:
+    """Try to write beside `path`, before any work is done for it."""
+    with atomic_h5(path.with_name(f"{path.name}.try")):
+        if path.is_dir():
+            raise InputError(f"--results_dir {path.parent}: {path.name} is a folder")
+    path.with_name(f"{path.name}.try").unlink()
 
 
 class Recorder:
-    """Records one repetition; saves the state so far as NAME.h5.part, the end as NAME.h5."""
+    """Records one repetition and writes its files, now and then and at the end."""
 
     def __init__(
         self,
@@ -121,10 +125,7 @@ class Recorder:
     ) -> None:
         """`config`: all switches resolved; `facts`: `device` and `normalize` as really used."""
         self.config, self.split, self.repetition = config, split, repetition
-        folder = Path(config.results_dir)
-        self.paths = {
-            p: folder / f"{file_name(config, split, p)}_{repetition}.h5" for p in (False, True)
-        }
+        self.paths = {p: result_path(config, split, p, repetition) for p in (False, True)}
         self.identity = {name: getattr(config, name) for name in name_fields(config)}
         self.identity |= identity(config, split)
         self.facts, self.progress = facts, progress
@@ -153,7 +154,7 @@ class Recorder:
         """The personalised models of a round."""
         self.personal.append((round_number, models))
         if self.progress:
-            self.progress.personalized(models[self.server.primary])
+            self.progress.personalized(models[self.config.primary])
 
     def round_done(self, round_number: int, selected: np.ndarray) -> None:
         """Keep who was selected; save now and then."""
@@ -161,27 +162,29 @@ class Recorder:
         if self.progress:
             self.progress.round_done(round_number)
         if time.monotonic() - self.saved >= self.config.save_every:
-            self.save(lambda path: path.with_name(path.name + ".part"), "running")
+            self.save("running")
 
     # ---- files
 
-    def close(self, status: str) -> list[Path]:
-        """Write what was measured; a run that did not finish never replaces one that did."""
-        kept = status != "finished" and any(finished(p) for p in self.paths.values())
-        place = (lambda path: path.with_name(path.name + ".part")) if kept else (lambda path: path)
-        written = self.save(place, status)
-        if not kept:
-            for path in self.paths.values():
-                path.with_name(path.name + ".part").unlink(missing_ok=True)
+    def save(self, status: str) -> list[Path]:
+        """Write the main file and, where there are personalised models, the `_p` file.
+
+        What is not finished never replaces what is: it goes into NAME.h5.part beside it.
+        """
+        self.saved = time.monotonic()
+        parts = {p: path.with_name(path.name + ".part") for p, path in self.paths.items()}
+        beside = status != "finished" and any(finished(path) for path in self.paths.values())
+        written = self._write(parts if beside else self.paths, status)
+        if not beside:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
         return written
 
-    def save(self, place: Callable[[Path], Path], status: str) -> list[Path]:
-        """Write the main file and, where there are personalised models, the `_p` file."""
-        self.saved = time.monotonic()
-        written = [place(self.paths[False])]
+    def _write(self, paths: dict[bool, Path], status: str) -> list[Path]:
+        written = [paths[False]]
         with atomic_h5(written[0]) as file:
             self._attributes(file, status, "global", self.paths[True])
-            _write_curves(file, [(r, m) for r, m in self.main])
+            _write_curves(file, self.main, len(self.split.users))
             width = max((len(s) for s in self.selected), default=0)
             rows = np.full((len(self.selected), width), -1, dtype=np.int32)
             for row, who in zip(rows, self.selected, strict=True):
@@ -190,12 +193,13 @@ class Recorder:
             _write_group(file, "init", self.init)
             _write_group(file, "final", _tensors(self.server))
             write_split(file, self.split)
-        primary = self.server.primary
+        primary = self.config.primary
         if primary:
-            written.append(place(self.paths[True]))
+            written.append(paths[True])
             with atomic_h5(written[1]) as file:
                 self._attributes(file, status, primary, self.paths[False])
-                _write_curves(file, [(r, models[primary]) for r, models in self.personal])
+                entries = [(r, models[primary]) for r, models in self.personal]
+                _write_curves(file, entries, len(self.split.users))
                 names = self.server.user_class.personal
                 for name in names if len(names) > 1 else ():
                     curve = [models[name].accuracy("test") for _, models in self.personal]
@@ -247,7 +251,7 @@ def _write_group(file: h5py.File, group: str, values: dict[str, np.ndarray]) -> 
         file[f"{group}/{name}"] = value
 
 
-def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]]) -> None:
+def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]], num_users: int) -> None:
     curves = {name: [] for name in CURVES}
     for _, m in entries:
         values = (
@@ -262,7 +266,7 @@ def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]]) -> No
         file[name] = np.array(values, dtype=np.float64)
     file["round"] = np.array([r for r, _ in entries], dtype=np.int64)
     users = [m.user_accuracy("test") for _, m in entries]
-    file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(len(entries), -1)
+    file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(-1, num_users)
 
 
 def write_split(file: h5py.File, split: Split) -> None:

@@ -18,8 +18,10 @@ from utils.params import Params, Scale, add_, lerp_
 class LocalSGD(Optimizer):
     """v <- rho v + g; y <- y - eta v. The buffer v starts at zero with the object: once a round."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, momentum: float = 0.0, **more: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, **more})
 
     @torch.no_grad()
     def step(self, active: Scale = 1.0) -> None:
@@ -53,11 +55,7 @@ class ProximalSGD(LocalSGD):
         momentum: float = 0.0,
         decay: float = 0.0,
     ) -> None:
-        Optimizer.__init__(
-            self,
-            params,
-            {"lr": lr, "strength": strength, "momentum": momentum, "decay": decay},
-        )
+        super().__init__(params, lr, momentum, strength=strength, decay=decay)
 
     @torch.no_grad()
     def step(self, anchor: Params, active: Scale = 1.0) -> None:

@@ -22,6 +22,7 @@ class FedAvg(Server):
 
     user_class = UserAVG
     options = ("momentum", "server_learning_rate")
+    step_options = ("learning_rate", "server_learning_rate")
 
     def round(self) -> None:
         mean = WeightedMean()

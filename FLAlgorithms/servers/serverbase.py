@@ -55,14 +55,14 @@ class Server:
     `options`: the Config fields the algorithm reads beyond the common ones. `overrides`: its own
     defaults of the semantics' switches. `personal_at`: when personalised models are evaluated,
     "start" (adapted from w_t before training) or "trained" (as they come out of local training).
-    `step_option`: the first option to look at when a run diverges.
+    `step_options`: what to look at when a run diverges, the likeliest first.
     """
 
     user_class: ClassVar[type[User]]
     options: ClassVar[tuple[str, ...]] = ()
     overrides: ClassVar[dict[str, dict[str, object]]] = {}
     personal_at: ClassVar[str] = ""
-    step_option: ClassVar[str] = "learning_rate"
+    step_options: ClassVar[tuple[str, ...]] = ("learning_rate",)
 
     def __init__(
         self,
@@ -193,12 +193,6 @@ class Server:
         names = (name for name, _ in self.model.named_parameters())
         return dict(zip(names, self._kept, strict=True)) if self._kept else {}
 
-    @property
-    def primary(self) -> str:
-        """Which personalised model the `_p` file holds; "" where the algorithm has none."""
-        names = self.user_class.personal
-        return self.config.personal if self.config.personal in names else (*names, "")[0]
-
     # ---- inside
 
     def _blocks(self, ids: Sequence[int]) -> Iterator[User]:
@@ -242,15 +236,16 @@ class Server:
             metrics = measure_all(self.model, self.params, self.data)
             if self.observer:
                 self.observer.evaluated(self.round_number, metrics)
-            if not np.isfinite(metrics.loss["train"].sum()):
-                self._diverged("the global model's train loss is not finite")
+            bad = np.flatnonzero(~np.isfinite(metrics.loss["train"]))
+            if len(bad):
+                self._diverged(f"the global model's train loss of user {bad[0]} is not finite")
 
     def _tally(self) -> dict[str, Tally] | None:
         if not self._due():
             return None
         # The model beside the primary one is compared by its test accuracy alone.
         return {
-            name: Tally(self.data) if name == self.primary else Tally(self.data, ("test",))
+            name: Tally(self.data) if name == self.config.primary else Tally(self.data, ("test",))
             for name in self.user_class.personal
         }
 
@@ -264,7 +259,7 @@ class Server:
     def _keep_personal(self, user: User) -> None:
         if not self._kept:
             self._kept = [p.new_empty(len(self.everyone), *p.shape) for p in self.params]
-        for rows, value in zip(self._kept, user.personalized()[self.primary], strict=True):
+        for rows, value in zip(self._kept, user.personalized()[self.config.primary], strict=True):
             rows[self._rows(user)] = value.detach()
 
     def _hand_over(self, tally: dict[str, Tally]) -> None:
@@ -279,11 +274,11 @@ class Server:
             self._diverged(f"the training loss of user {who} is not finite")
 
     def _diverged(self, what: str) -> None:
-        option = self.step_option
-        raise Diverged(
-            f"diverged in round {self.round_number}: {what}; "
-            f"look at --{option} (now {getattr(self.config, option):g})"
-        )
+        values = {name: getattr(self.config, name) for name in self.step_options}
+        default = type(self.config)()
+        raised = [n for n, v in values.items() if v > (getattr(default, n) or 0)]
+        look = ", ".join(f"--{n} (now {values[n]:g})" for n in raised or self.step_options[:1])
+        raise Diverged(f"diverged in round {self.round_number}: {what}; look at {look}")
 
 
 def _block_size(config: Config, model: Classifier, num_users: int) -> int:

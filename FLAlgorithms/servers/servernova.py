@@ -20,6 +20,7 @@ class FedNova(Server):
 
     user_class = UserNova
     options = ("momentum", "mu", "server_momentum", "server_learning_rate")
+    step_options = ("learning_rate", "mu", "server_learning_rate")
 
     @classmethod
     def check(cls, config) -> None:

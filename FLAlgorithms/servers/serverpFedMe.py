@@ -26,11 +26,11 @@ class pFedMe(Server):
     user_class = UserpFedMe
     options = (
         *("beta", "lamda", "K", "personal_learning_rate", "inner_weight_decay"),
-        *("theta_start", "personal", "participation"),
+        *("theta_start", "personal", "participation", "save_models"),
     )
     overrides = {"paper": {"weighting": "uniform"}}
     personal_at = "trained"
-    step_option = "personal_learning_rate"
+    step_options = ("personal_learning_rate", "learning_rate", "lamda", "beta")
 
     @classmethod
     def warnings(cls, config) -> list[str]:

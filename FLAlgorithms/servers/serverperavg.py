@@ -23,9 +23,10 @@ class PerAvg(Server):
     """Average the users' meta-updated models; a user adapts the result by one step."""
 
     user_class = UserPerAvg
-    options = ("beta", "hessian", "hf_delta", "peravg_update", "adapt")
+    options = ("beta", "hessian", "hf_delta", "peravg_update", "adapt", "save_models")
     overrides = {"paper": {"weighting": "uniform"}}
     personal_at = "start"
+    step_options = ("learning_rate", "beta")
 
     @classmethod
     def check(cls, config) -> None:
@@ -34,6 +35,12 @@ class PerAvg(Server):
                 f"--hessian {config.hessian}: the two_step update has no second-order term; "
                 "use --peravg_update restore"
             )
+
+    @classmethod
+    def warnings(cls, config) -> list[str]:
+        if config.hessian != "hf" and config.hf_delta != type(config).hf_delta:
+            return [f"--hf_delta {config.hf_delta:g} has no effect without --hessian hf"]
+        return []
 
     def round(self) -> None:
         mean = WeightedMean()

@@ -21,3 +21,4 @@ class FedProx(FedAvg):
 
     user_class = UserProx
     options = (*FedAvg.options, "mu")
+    step_options = (*FedAvg.step_options, "mu")

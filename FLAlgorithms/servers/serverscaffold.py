@@ -20,6 +20,7 @@ class SCAFFOLD(Server):
 
     user_class = UserSCAFFOLD
     options = ("scaffold_option", "server_learning_rate")
+    step_options = ("learning_rate", "server_learning_rate")
     overrides = {name: {"weighting": "uniform"} for name in ("paper", "authors", "authors2020")}
 
     @classmethod
@@ -42,4 +43,4 @@ class SCAFFOLD(Server):
         # x <- x + eta_g mean_S (y_i - x)
         lerp_(self.params, x.value(self.params), self.config.server_learning_rate)
         # c <- c + (1/N) sum_S (c_i+ - c_i), N = all users
-        add_(self.c, delta_c.total, 1 / self.total_weight)
+        add_(self.c, delta_c.sum(self.c), 1 / self.total_weight)

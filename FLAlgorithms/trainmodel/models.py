@@ -72,10 +72,16 @@ class Dropout(nn.Module):
         self.p, self.shape = p, tuple(shape)
         self.mask: Tensor | None = None
 
-    def draw(self, rows: int, generator: torch.Generator, like: Tensor) -> Tensor:
-        """A mask (rows, *shape): 0 with probability p, else 1 / (1 - p)."""
-        u = torch.rand((rows, *self.shape), generator=generator, device=like.device)
-        return (u >= self.p).to(like.dtype) / (1 - self.p)
+    def draw(self, width: int, rows: int, generator: torch.Generator, like: Tensor) -> Tensor:
+        """A mask (rows, *shape): 0 with probability p, else 1 / (1 - p).
+
+        `width` rows are drawn, whatever the minibatch holds of them, so that padding and short
+        minibatches change no mask.
+        """
+        u = torch.rand((width, *self.shape), generator=generator, device=like.device)
+        mask = like.new_zeros((rows, *self.shape))
+        mask[:width] = (u[:rows] >= self.p).to(like.dtype) / (1 - self.p)
+        return mask
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.mask if self.training else x

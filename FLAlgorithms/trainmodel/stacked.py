@@ -37,7 +37,7 @@ class VmapModel(nn.Module):
         object.__setattr__(self, "one", copy.deepcopy(module))  # not a child: no parameters of ours
         self.names = [name for name, _ in module.named_parameters()]
         self.stack = nn.ParameterList(_stack(p, size) for p in module.parameters())
-        self.loss, self.correct = self.one.loss, self.one.correct
+        self.loss = self.one.loss
         self.dropouts = [m for m in self.one.modules() if isinstance(m, Dropout)]
 
     def train(self, mode: bool = True) -> VmapModel:

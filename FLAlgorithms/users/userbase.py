@@ -114,14 +114,13 @@ class User:
         batch = plan.batch(self.planner.data, step, draw)
         if self.dropouts and masks:
             config = self.config
-            drawn = []
-            for user in self.ids:
+            rows, drawn = batch.y.shape[-1], []
+            for user, width in zip(self.ids, plan.widths, strict=True):
                 key = (config.seed, self.planner.repetition, self.round_number, user)
                 rng = dropout_generator(batch.x.device, *key, stage, step, draw)
-                drawn.append([m.draw(config.batch_size, rng, batch.x) for m in self.dropouts])
-            rows = batch.y.shape[-1]
+                drawn.append([m.draw(width, rows, rng, batch.x) for m in self.dropouts])
             batch.masks = tuple(
-                torch.stack(user_masks)[:, :rows].reshape(*self.block, rows, *layer.shape)
+                torch.stack(user_masks).reshape(*self.block, rows, *layer.shape)
                 for layer, user_masks in zip(self.dropouts, zip(*drawn, strict=True), strict=True)
             )
         return batch

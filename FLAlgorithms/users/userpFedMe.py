@@ -26,10 +26,9 @@ class UserpFedMe(User):
             if config.theta_start == "cold":
                 assign_(self.params, w, self.active)
             for _ in range(config.K):
+                # theta <- theta - plr (g + lambda (theta - w_i) + d theta)
                 self.backward(batch)
-                prox.step(
-                    w, self.active
-                )  # theta <- theta - plr (g + lambda (theta - w_i) + d theta)
+                prox.step(w, self.active)
             # w_i <- w_i - eta lambda (w_i - theta)
             lerp_(w, self.params, config.learning_rate * config.lamda * self.active)
         self.theta = clone(self.params)
