@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from FLAlgorithms.trainmodel.models import Classifier
-from utils.batches import PARTS, FederatedData, chunks
+from FLAlgorithms.trainmodel.stacked import stacked
+from utils.batches import FederatedData, chunks
 from utils.params import Params
+from utils.partition import PARTS
+
+Key = tuple[int, str]
 
 # Rows of one forward pass, measured: vectors like large products, images need small activations.
 FLAT_CHUNK, IMAGE_CHUNK = 8192, 512
@@ -45,66 +51,98 @@ def _ratio(a: float, b: float) -> float:
     return float(a / b) if b else float("nan")
 
 
-@torch.no_grad()
-def measure(
-    model: Classifier, params: Params, data: FederatedData, part: str, users: slice = slice(None)
-) -> Tensor:
-    """Sums over the part of each of some consecutive users: (users, 2) right samples, task loss.
+class Evaluator:
+    """Measures models (lists of parameters (*shape)) on users' data, several in one pass."""
 
-    Sums are float64; `params` (*shape) replace the model's own for the pass.
-    """
-    training = model.training
-    model.eval()
-    named = dict(zip((n for n, _ in model.named_parameters()), params, strict=True))
-    rows = data.part(part, users)
-    each = torch.empty((rows.stop - rows.start, 2), dtype=torch.float64, device=data.x.device)
-    for piece in chunks(rows, FLAT_CHUNK if data.x.dim() == 2 else IMAGE_CHUNK):
-        logits, y = functional_call(model, named, (data.x[piece],)), data.y[piece]
-        out = each[piece.start - rows.start : piece.stop - rows.start]
-        out[:, 0] = model.correct(logits, y)
-        out[:, 1] = model.loss(logits, y)
-    model.train(training)
-    sizes = data.sizes[part][users]
-    if len(sizes) == 1:
-        return each.sum(0, keepdim=True)
-    lengths = torch.as_tensor(sizes, device=each.device)
-    return torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True, initial=0.0)
+    def __init__(self, model: Classifier, data: FederatedData) -> None:
+        self.model, self.data = model, data
+        self.names = [name for name, _ in model.named_parameters()]
+        self._stacks: dict[int, nn.Module] = {}
+
+    @torch.no_grad()
+    def sums(self, models: Sequence[Params], part: str, users: slice = slice(None)) -> Tensor:
+        """Per user and model, right samples and summed task loss: (users, models, 2) float64."""
+        data = self.data
+        forwards = self._forwards(models)
+        rows = data.part(part, users)
+        shape = (rows.stop - rows.start, len(models), 2)
+        each = torch.empty(shape, dtype=torch.float64, device=data.x.device)
+        for piece in chunks(rows, FLAT_CHUNK if data.x.dim() == 2 else IMAGE_CHUNK):
+            x, y = data.x[piece], data.y[piece]
+            out = each[piece.start - rows.start : piece.stop - rows.start]
+            first = 0
+            for forward, count in forwards:
+                logits = forward(x).unflatten(0, (-1, len(y)))
+                labels = y.expand(count, -1)
+                out[:, first : first + count, 0] = self.model.correct(logits, labels).mT
+                out[:, first : first + count, 1] = self.model.loss(logits, labels).mT
+                first += count
+        sizes = data.sizes[part][users]
+        if len(sizes) == 1:
+            return each.sum(0, keepdim=True)
+        lengths = torch.as_tensor(sizes, device=each.device)
+        return torch.segment_reduce(each, "sum", lengths=lengths, unsafe=True, initial=0.0)
+
+    def _forwards(self, models: Sequence[Params]) -> list[tuple[Callable[[Tensor], Tensor], int]]:
+        """Functions x -> (models * batch, ...), and how many models each stands for."""
+        model = self.model
+        if model.lockstep and len(models) > 1:
+            count = len(models)
+            if count not in self._stacks:
+                self._stacks[count] = stacked(model, (count,)).eval()
+            together = [torch.stack(list(same)) for same in zip(*models, strict=True)]
+            named = dict(zip(self.names, together, strict=True))
+            module = self._stacks[count]
+            return [(lambda x: functional_call(module, named, (x,)).flatten(0, 1), count)]
+        return [(partial(self._alone, dict(zip(self.names, p, strict=True))), 1) for p in models]
+
+    def _alone(self, named: dict[str, Tensor], x: Tensor) -> Tensor:
+        training = self.model.training
+        out = functional_call(self.model.eval(), named, (x,))
+        self.model.train(training)
+        return out
 
 
 class Tally:
-    """Collects the sums of users' own models, block by block, and hands them over once."""
+    """Collects the sums of many models, user by user, and hands them over once.
 
-    def __init__(self, data: FederatedData, parts: tuple[str, ...] = PARTS) -> None:
-        self.data, self.parts, self.found = data, parts, []
+    A model is known by a key, (repetition's row, name).
+    """
 
-    def add(self, model: Classifier, params: Params, ids: list[int], block: tuple) -> None:
-        """Measure each user's model (row of (*block, *shape) parameters) on its own data."""
-        for row, user in enumerate(ids):
-            mine = [p[row] for p in params] if block else params
-            one = slice(user, user + 1)
-            for part in self.parts:
-                self.found.append((user, part, measure(model, mine, self.data, part, one)))
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        self.found: list[tuple[int, str, list[Key], Tensor]] = []
 
-    def metrics(self) -> Metrics:
-        """All sums; the device is waited for here, once."""
-        sums = {part: np.zeros((self.data.num_users, 2)) for part in self.parts}
-        if self.found:
-            values = torch.cat([v for _, _, v in self.found]).cpu().numpy()
-            for (user, part, _), value in zip(self.found, values, strict=True):
-                sums[part][user] = value
-        return to_metrics(sums, self.data)
+    def add(self, user: int, models: dict[Key, Params]) -> None:
+        """Measure models on one user's data."""
+        one = slice(user, user + 1)
+        for part in PARTS:
+            sums = self.evaluator.sums(list(models.values()), part, one)
+            self.found.append((user, part, list(models), sums[0]))
 
+    def add_everybody(self, models: dict[Key, Params]) -> None:
+        """Measure models on all users' data."""
+        for part in PARTS:
+            sums = self.evaluator.sums(list(models.values()), part)
+            self.found.append((slice(None), part, list(models), sums.movedim(1, 0).contiguous()))
 
-def to_metrics(sums: dict[str, np.ndarray], data: FederatedData) -> Metrics:
-    """Per part sums (N, 2) as Metrics."""
-    return Metrics(
-        correct={p: s[:, 0] for p, s in sums.items()},
-        loss={p: s[:, 1] for p, s in sums.items()},
-        sizes={p: data.sizes[p] for p in sums},
-    )
-
-
-def measure_all(model: Classifier, params: Params, data: FederatedData) -> Metrics:
-    """One model over every user's train and test part."""
-    sums = {part: measure(model, params, data, part).cpu().numpy() for part in PARTS}
-    return to_metrics(sums, data)
+    def metrics(self) -> dict[Key, Metrics]:
+        """All sums by model; the device is waited for here, once."""
+        data = self.evaluator.data
+        keys = dict.fromkeys(key for _, _, keys, _ in self.found for key in keys)
+        sums = {key: {part: np.zeros((data.num_users, 2)) for part in PARTS} for key in keys}
+        values = torch.cat([v.reshape(-1) for *_, v in self.found]).cpu().numpy()
+        start = 0
+        for users, part, keys, value in self.found:
+            here = values[start : start + value.numel()].reshape(value.shape)
+            start += value.numel()
+            for key, row in zip(keys, here, strict=True):
+                sums[key][part][users] = row
+        return {
+            key: Metrics(
+                correct={p: s[:, 0] for p, s in parts.items()},
+                loss={p: s[:, 1] for p, s in parts.items()},
+                sizes=data.sizes,
+            )
+            for key, parts in sums.items()
+        }

@@ -41,8 +41,8 @@ def test_passes_have_orders_of_their_own():
 def test_plans_of_all_sizes_in_one_block(unit, batches):
     data = blobs(train=SIZES)
     config = federation("FedAvg", local_unit=unit, batches=batches).config
-    planner = Planner(config, data, 0)
-    plan = planner.local(range(6), (6,), 3, draws=1)
+    planner = Planner(config, data, [0])
+    plan = planner.local(np.arange(6), 3, draws=1)
     tau = {"steps": [3 * (n > 0) for n in SIZES], "epochs": [3 * -(-n // B) for n in SIZES]}
     assert plan.steps.tolist() == tau[unit]
     weight = plan.weight.sum(-1)[:, 0]
@@ -57,32 +57,34 @@ def test_plans_of_all_sizes_in_one_block(unit, batches):
 def test_plans_do_not_depend_on_company_or_order():
     data = blobs()
     config = federation("FedAvg", batches="shuffled").config
-    together = Planner(config, data, 2).local([0, 3, 5], (3,), 7, 1)
-    alone = Planner(config, data, 2).local([5], (), 7, 1)
+    together = Planner(config, data, [2]).local(np.array([0, 3, 5]), 7, 1)
+    alone = Planner(config, data, [2]).local(np.array(5), 7, 1)
     for step in range(3):
         count = alone.counts[step, 0]
         assert (together.rows[step, 0, 2, :count] == alone.rows[step, 0, :count]).all()
-    other = [Planner(config, data, rep).local([5], (), t, 1).rows for rep, t in ((2, 8), (1, 7))]
+    other = [
+        Planner(config, data, [rep]).local(np.array(5), t, 1).rows for rep, t in ((2, 8), (1, 7))
+    ]
     assert all(not torch.equal(alone.rows, rows) for rows in other)
 
 
 def test_cursors_survive_rounds_and_absence():
     data = blobs(train=(10, 10))
-    planner = Planner(federation("FedAvg", batches="cyclic").config, data, 0)
-    first = planner.local([0], (), 0, 1)
-    later = planner.local([0], (), 5, 1)
+    planner = Planner(federation("FedAvg", batches="cyclic").config, data, [0])
+    first = planner.local(np.array(0), 0, 1)
+    later = planner.local(np.array(0), 5, 1)
     assert first.rows[0, 0].tolist() == [0, 1, 2, 3]
     assert first.rows[2, 0, :2].tolist() == [8, 9]
     assert later.rows[0, 0].tolist() == [0, 1, 2, 3]
-    assert planner.cursors["train"].tolist() == [0, 0]
+    assert planner.cursors["train"].tolist() == [[0, 0]]
     planner.config = federation("FedAvg", batches="cyclic", local_epochs=2).config
-    planner.local([0], (), 6, 1)
-    assert planner.local([0], (), 9, 1).rows[0, 0, :2].tolist() == [8, 9]
+    planner.local(np.array(0), 6, 1)
+    assert planner.local(np.array(0), 9, 1).rows[0, 0, :2].tolist() == [8, 9]
 
 
 def test_full_pass_weighs_every_sample_alike():
     data = blobs(train=SIZES)
-    plan = Planner(federation("SCAFFOLD").config, data, 0).full_pass(range(6), (6,), chunk=B)
+    plan = Planner(federation("SCAFFOLD").config, data, [0]).full_pass(np.arange(6), chunk=B)
     for user, size in enumerate(SIZES):
         used = plan.weight[:, 0, user] > 0
         assert int(used.sum()) == size
@@ -94,28 +96,28 @@ def test_full_pass_weighs_every_sample_alike():
 
 def test_a_batch_size_above_all_sizes_costs_nothing():
     data = blobs(train=SIZES)
-    planner = Planner(federation("FedAvg", batch_size=10**9).config, data, 0)
-    plan = planner.local(range(6), (6,), 0, 1)
+    planner = Planner(federation("FedAvg", batch_size=10**9).config, data, [0])
+    plan = planner.local(np.arange(6), 0, 1)
     assert plan.rows.shape[-1] == max(SIZES)
     assert plan.widths == [max(1, n) for n in SIZES]
-    assert planner.full_pass(range(6), (6,), 10**9).rows.shape[-1] == max(SIZES)
+    assert planner.full_pass(np.arange(6), 10**9).rows.shape[-1] == max(SIZES)
 
 
 def test_adapting_twice_on_test_data_takes_the_next_minibatch():
     data = blobs(train=(5,))
     data.sizes["test"][0] = 2
-    planner = Planner(federation("PerAvg", batch_size=1).config, data, 0)
-    first, second = planner.adapt([0], (), 4, ("test", "test"))
+    planner = Planner(federation("PerAvg", batch_size=1).config, data, [0])
+    first, second = planner.adapt(np.array(0), 4, ("test", "test"))
     assert {int(first.rows), int(second.rows)} == {int(data.starts["test"][0]) + i for i in (0, 1)}
-    first, second = planner.adapt([0], (), 4, ("test", "train"))
+    first, second = planner.adapt(np.array(0), 4, ("test", "train"))
     assert int(second.rows) < int(data.starts["test"][0]) <= int(first.rows)
 
 
 def test_the_three_streams_differ():
     data = blobs()
     config = federation("PerAvg").config
-    planner = Planner(config, data, 0)
-    local = planner.local([3], (), 0, 1).rows[0, 0]
-    (adapt,) = planner.adapt([3], (), 0, ("train",))
+    planner = Planner(config, data, [0])
+    local = planner.local(np.array(3), 0, 1).rows[0, 0]
+    (adapt,) = planner.adapt(np.array(3), 0, ("train",))
     assert not torch.equal(local, adapt.rows[0, 0])
-    assert torch.equal(adapt.rows, planner.adapt([3], (), 0, ("train",))[0].rows)
+    assert torch.equal(adapt.rows, planner.adapt(np.array(3), 0, ("train",))[0].rows)

@@ -325,7 +325,7 @@ def test_adaptation_steps(adapt, steps):
     for step in steps:
         w = w - step * A * (w - B)
     server = quadratics("PerAvg", adapt=adapt, **PER)
-    (user,) = list(server._blocks([1]))
+    (user,) = list(server._blocks(np.array([1])))
     assert user.personalized()["adapted"][0].item() == pytest.approx(w[1], **EXACT)
 
 

@@ -5,13 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.func import functional_call
 
 from FLAlgorithms.servers import ALGORITHMS
 from FLAlgorithms.trainmodel.models import MODELS
-from tests.toys import SHAPES, UNEQUAL, blobs, federation, flat, watched
+from FLAlgorithms.trainmodel.stacked import stacked
+from tests.toys import SHAPES, UNEQUAL, blobs, federation, flat, together, watched
 from utils.batches import FederatedData
 
-CLOSE = {"rtol": 0, "atol": 1e-12}
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 ALL = len(UNEQUAL)
 
 
@@ -56,6 +58,37 @@ def test_blocks_equal_the_reference(algorithm, model, unit, semantics):
         assert_same(reference, run(algorithm, model, block_size, **options))
 
 
+def assert_repetitions_alone(algorithm, model, lockstep, **options):
+    """Every repetition of a lockstep run equals its run alone on the reference engine."""
+    lockstep.run()
+    for row, repetition in enumerate(lockstep.repetitions):
+        alone, diary = run(algorithm, model, 0, repetition=repetition, **options)
+        told = lockstep.observers[row]
+        torch.testing.assert_close(flat(lockstep._of(row)), flat(alone.params), **CLOSE)
+        for name, bank in lockstep.bank.items():
+            torch.testing.assert_close(flat(t[row] for t in bank), flat(alone.bank[name]), **CLOSE)
+        assert [s.tolist() for s in told.selected] == [s.tolist() for s in diary.selected]
+        assert told.main.keys() == diary.main.keys()
+        for t, metrics in diary.main.items():
+            assert_same_metrics(metrics, told.main[t])
+        for t, models in diary.personal.items():
+            for name, metrics in models.items():
+                assert_same_metrics(metrics, told.personal[t][name])
+        for part, cursors in lockstep.planner.cursors.items():
+            assert (cursors[row] == alone.planner.cursors[part][0]).all()
+
+
+@pytest.mark.parametrize("semantics", ["paper", "authors"])
+@pytest.mark.parametrize("unit", [{"local_epochs": 3}, {"local_unit": "epochs", "local_epochs": 1}])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_lockstep_repetitions_equal_runs_alone(algorithm, model, unit, semantics):
+    options = unit | {"semantics": semantics}
+    size = ALL if model == "cnn" else 3
+    lockstep = together(algorithm, model, (0, 2), block_size=size, **options)
+    assert_repetitions_alone(algorithm, model, lockstep, **options)
+
+
 VARIANTS = [
     ("PerAvg", {"hessian": "exact"}),
     ("PerAvg", {"hessian": "hf"}),
@@ -76,6 +109,58 @@ def test_switches_on_both_engines(algorithm, options):
     reference = run(algorithm, "dnn", 0, **options)
     for block_size in (3, ALL):
         assert_same(reference, run(algorithm, "dnn", block_size, **options))
+    lockstep = together(algorithm, "dnn", block_size=3, save_models=True, **options)
+    assert_repetitions_alone(algorithm, "dnn", lockstep, **options)
+
+
+def test_saved_personal_models_of_lockstep_repetitions():
+    for options in ({}, {"personal": "local"}, {"participation": "sampled"}):
+        lockstep = together("pFedMe", block_size=3, save_models=True, **options)
+        lockstep.run()
+        for row in range(3):
+            alone, _ = run("pFedMe", "mclr", 0, repetition=row, save_models=True, **options)
+            for name, rows in alone.personal_models().items():
+                torch.testing.assert_close(lockstep.personal_models(row)[name], rows, **CLOSE)
+
+
+def test_a_diverged_repetition_does_not_disturb_the_others():
+    lockstep = together("FedAvg", "dnn", block_size=3, num_global_iters=4)
+    lockstep.params[0][1] = 1e200
+    lockstep.run()
+    assert list(lockstep.failed) == [1]
+    assert "not finite" in lockstep.failed[1]
+    for row in (0, 2):
+        alone, _ = run("FedAvg", "dnn", 0, repetition=row, num_global_iters=4)
+        torch.testing.assert_close(flat(lockstep._of(row)), flat(alone.params), **CLOSE)
+        assert len(lockstep.observers[row].main) == 5
+    assert len(lockstep.observers[1].main) <= 1
+
+
+@pytest.mark.parametrize("block", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("model", MODELS)
+def test_stacked_models_equal_the_plain_one(model, block):
+    """Outputs and gradients of every copy, on inputs of its own and on shared ones."""
+    one = federation("FedAvg", model).model.eval()
+    copies = stacked(one, block).eval() if block else one
+    with torch.no_grad():
+        for p in copies.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    torch.manual_seed(1)
+    x = torch.randn(*block, 5, *SHAPES[model], dtype=torch.float64)
+    y = torch.randint(0, 4, (*block, 5))
+    loss = copies.loss(copies(x), y)
+    loss.sum().backward()
+    names = [name for name, _ in one.named_parameters()]
+    for place in np.ndindex(*block):
+        params = [p[place].detach().clone().requires_grad_() for p in copies.parameters()]
+        out = functional_call(one, dict(zip(names, params, strict=True)), (x[place],))
+        plain = torch.nn.functional.cross_entropy(out, y[place], reduction="none")
+        torch.testing.assert_close(loss[place], plain, **CLOSE)
+        for p, g in zip(copies.parameters(), torch.autograd.grad(plain.sum(), params), strict=True):
+            torch.testing.assert_close(p.grad[place], g, **CLOSE)
+        if block and one.lockstep:
+            shared = copies(x[place])[place]
+            torch.testing.assert_close(shared, out, **CLOSE)
 
 
 def test_second_order_with_dropout_and_convolutions():
@@ -107,7 +192,7 @@ def _train(server, ids):
     found = {}
     for report in server.trained(ids):
         rows = [report.params] if not server.block_size else zip(*report.params, strict=True)
-        found |= {i: flat(row) for i, row in zip(report.ids, rows, strict=True)}
+        found |= {i: flat(row) for i, row in zip(np.atleast_1d(report.ids), rows, strict=True)}
     return [found[i] for i in ids]
 
 

@@ -71,7 +71,7 @@ def test_exact_counts_on_the_published_split():
         def round_done(self, t, selected):
             told["selected"] = selected
 
-    server.observer = Observer()
+    server.observers = [Observer()]
     server.run()
     assert told[0].correct["test"].sum() == 1402
     assert told[0].correct["train"].sum() == 4244

@@ -176,7 +176,7 @@ def test_adaptation_ignores_the_test_labels():
     adapted = []
     for one in (data, other):
         server = federation("PerAvg", data=one, block_size=3)
-        adapted.append([flat(u.personalized()["adapted"]) for u in server._blocks(range(N))])
+        adapted.append([flat(u.personalized()["adapted"]) for u in server._blocks(np.arange(N))])
     for a, b in zip(*adapted, strict=True):
         assert torch.equal(a, b)
 

@@ -90,7 +90,12 @@ def blobs(shape=(6,), train=UNEQUAL, classes: int = 4, seed: int = 0) -> Federat
 
 
 def federation(
-    algorithm: str, model: str = "mclr", *, data: FederatedData | None = None, classes=4, **options
+    algorithm: str,
+    model: str = "mclr",
+    *,
+    data: FederatedData | None = None,
+    repetition=0,
+    **options,
 ) -> Server:
     """A short run of a real model on blobs."""
     defaults = {
@@ -100,8 +105,19 @@ def federation(
     }
     config = Config(algorithm=algorithm, model=model, **(defaults | options)).resolved()
     data = blobs(SHAPES[model]) if data is None else data
-    net = build_model(model, tuple(data.x.shape[1:]), classes, config.initial_seed(0))
-    return config.server_class(config, data, net.double())
+    net = build_model(model, tuple(data.x.shape[1:]), 4, config.initial_seed(repetition))
+    return config.server_class(config, data, net.double(), repetition)
+
+
+def together(algorithm: str, model: str = "mclr", repetitions=(0, 1, 2), **options) -> Server:
+    """The same as `federation`, several repetitions in lockstep."""
+    one = federation(algorithm, model, **options)
+    shape = tuple(one.data.x.shape[1:])
+    models = [
+        build_model(model, shape, 4, one.config.initial_seed(i)).double() for i in repetitions
+    ]
+    diaries = [Diary() for _ in repetitions]
+    return type(one)(one.config, one.data, models, list(repetitions), diaries)
 
 
 class Diary:
@@ -122,7 +138,7 @@ class Diary:
 
 def watched(server: Server) -> tuple[Server, Diary]:
     """Run to the end; the server and what it told."""
-    server.observer = diary = Diary()
+    server.observers = [diary := Diary()]
     server.run()
     return server, diary
 

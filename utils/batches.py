@@ -24,6 +24,13 @@ def generator(stream: str, *key: int) -> np.random.Generator:
     return np.random.default_rng([STREAMS[stream], *key])
 
 
+def cells(ids: np.ndarray) -> list[tuple[int, int]]:
+    """(row of the repetition, user) of every place in a block, in order."""
+    runs = np.arange(len(ids))[:, None] if ids.ndim == 2 else 0
+    runs = np.broadcast_to(runs, ids.shape)
+    return list(zip(runs.flatten().tolist(), ids.flatten().tolist(), strict=True))
+
+
 class FederatedData:
     """All samples in two tensors: first every user's train part, then every user's test part.
 
@@ -107,65 +114,73 @@ def cut(
 
 
 class Planner:
-    """Draws every user's minibatches; keeps the cursors of cyclic batches."""
+    """Draws every user's minibatches; keeps the cursors of cyclic batches, (runs, N) per part.
 
-    def __init__(self, config, data: FederatedData, repetition: int) -> None:
-        self.config, self.data, self.repetition = config, data, repetition
+    `ids` has shape `block`: (), (C,), or (T, C) where row t belongs to the t-th of `repetitions`.
+    """
+
+    def __init__(self, config, data: FederatedData, repetitions: Sequence[int]) -> None:
+        self.config, self.data, self.repetitions = config, data, repetitions
         self.cyclic = config.batches == "cyclic"
-        self.cursors = {part: np.zeros(data.num_users, dtype=np.int64) for part in PARTS}
+        shape = (len(repetitions), data.num_users)
+        self.cursors = {part: np.zeros(shape, dtype=np.int64) for part in PARTS}
 
-    def num_steps(self, user: int) -> int:
+    def num_steps(self, users: np.ndarray) -> np.ndarray:
         """Local steps of a round: R, or R passes of ceil(n_i / B); none without train data."""
-        size = int(self.data.sizes["train"][user])
-        steps = self.config.local_epochs
-        if self.config.local_unit == "epochs":
-            steps *= -(-size // self.config.batch_size)
-        return steps if size else 0
+        sizes = self.data.sizes["train"][users]
+        passes = self.config.local_unit == "epochs"
+        batches = -(-sizes // self.config.batch_size) if passes else np.minimum(sizes, 1)
+        return self.config.local_epochs * batches
 
-    def local(self, ids: Sequence[int], block: tuple, round_number: int, draws: int) -> Plan:
+    def local(self, ids: np.ndarray, round_number: int, draws: int) -> Plan:
         """The local steps of a block's users; moves their cursors."""
-        plans = [
-            self._draw("batches", user, round_number, "train", self.num_steps(user) * draws)
-            for user in ids
-        ]
-        return self._assemble([p.reshape(-1, draws, p.shape[-1]) for p in plans], block)
+        plans = []
+        for run, user in cells(ids):
+            count = int(self.num_steps(user)) * draws
+            at = self._draw("batches", run, user, round_number, "train", count)
+            plans.append(at.reshape(-1, draws, at.shape[-1]))
+        return self._assemble(plans, ids.shape)
 
-    def adapt(self, ids: Sequence[int], block: tuple, round_number: int, parts) -> list[Plan]:
+    def adapt(self, ids: np.ndarray, round_number: int, parts: tuple[str, ...]) -> list[Plan]:
         """One minibatch of each named part, in turn; "train" alone never touches a cursor."""
         stream = "batches" if self.cyclic and parts != ("train",) else "adapt"
         plans = []
         for turn, part in enumerate(parts):
             drawn = []
-            for user in ids:
+            for run, user in cells(ids):
                 # The next minibatch of the same order where a part comes a second time.
                 before = 0 if self.cyclic else parts[:turn].count(part)
                 count = (before + 1) * min(1, int(self.data.sizes[part][user]))
-                at = self._draw(stream, user, round_number, part, count)
+                at = self._draw(stream, run, user, round_number, part, count)
                 drawn.append(at[before:, None])
-            plans.append(self._assemble(drawn, block, steps=1))
+            plans.append(self._assemble(drawn, ids.shape, steps=1))
         return plans
 
-    def full_pass(self, ids: Sequence[int], block: tuple, chunk: int) -> Plan:
+    def full_pass(self, ids: np.ndarray, chunk: int) -> Plan:
         """All train samples once, in file order, every sample weighing 1 / n_i."""
-        sizes = self.data.sizes["train"][list(ids)]
+        sizes = self.data.sizes["train"][ids]
         rows = []
-        for user, size in zip(ids, sizes, strict=True):
-            at = cut(int(size), max(1, min(chunk, size)), -(-int(size) // chunk))
+        for _, user in cells(ids):
+            size = int(self.data.sizes["train"][user])
+            at = cut(size, max(1, min(chunk, size)), -(-size // chunk))
             rows.append(self._rows(user, "train", at)[:, None])
-        plan = self._assemble(rows, block)
-        n = torch.as_tensor(np.maximum(sizes, 1).reshape(block), device=plan.weight.device)
+        plan = self._assemble(rows, ids.shape)
+        n = torch.as_tensor(np.maximum(sizes, 1), device=plan.weight.device)
         plan.weight = (plan.weight > 0) / n.to(plan.weight.dtype).unsqueeze(-1)
         return plan
 
-    def _draw(self, stream: str, user: int, round_number: int, part: str, count: int) -> np.ndarray:
+    def _draw(
+        self, stream: str, run: int, user: int, round_number: int, part: str, count: int
+    ) -> np.ndarray:
         size = int(self.data.sizes[part][user])
         batch = max(1, min(self.config.batch_size, size))
         if stream == "batches" and self.cyclic:
-            start = self.cursors[part][user]
+            start = self.cursors[part][run, user]
             at = cut(size, batch, count, start)
-            self.cursors[part][user] = (start + count) % max(1, -(-size // batch))
+            self.cursors[part][run, user] = (start + count) % max(1, -(-size // batch))
         else:
-            key = (self.config.seed, self.repetition, round_number, user, PARTS.index(part))
+            seed, repetition = self.config.seed, self.repetitions[run]
+            key = (seed, repetition, round_number, user, PARTS.index(part))
             at = cut(size, batch, count, rng=generator(stream, *key))
         return self._rows(user, part, at)
 

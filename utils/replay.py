@@ -195,7 +195,7 @@ class _Observer:
         self.also = also
         if also:
             also.attach(self.server)
-        self.server.observer = self
+        self.server.observers = [self]
         self.wanted = recording.after
         self.metrics: dict[str, dict[int, Metrics]] = {}
         self.after: dict[int, dict[str, np.ndarray]] = {}
@@ -213,7 +213,7 @@ class _Observer:
 
     def round_done(self, round_number: int, selected: np.ndarray) -> None:
         if round_number in self.wanted:
-            state = self.server.model.state_dict()
+            state = self.server.state_dict()
             self.after[round_number] = {n: v.cpu().numpy().copy() for n, v in state.items()}
         if self.also:
             self.also.round_done(round_number, selected)

@@ -139,8 +139,9 @@ class Recorder:
 
     def attach(self, server: Server) -> None:
         """Watch a server that is about to run."""
-        self.server, server.observer = server, self
-        self.init = _tensors(server)
+        self.server, self.run = server, server.repetitions.index(self.repetition)
+        server.observers[self.run] = self
+        self.init = self._state()
 
     # ---- the Observer's side
 
@@ -191,7 +192,7 @@ class Recorder:
                 row[: len(who)] = who
             file["selected_users"] = rows
             _write_group(file, "init", self.init)
-            _write_group(file, "final", _tensors(self.server))
+            _write_group(file, "final", self._state())
             write_split(file, self.split)
         primary = self.config.primary
         if primary:
@@ -236,14 +237,14 @@ class Recorder:
             }
         )
 
+    def _state(self) -> dict[str, np.ndarray]:
+        state = self.server.state_dict(self.run)
+        return {n: t.detach().cpu().numpy().copy() for n, t in state.items()}
+
     def _write_models(self, file: h5py.File) -> None:
-        for name, rows in self.server.personal_models().items():
+        for name, rows in self.server.personal_models(self.run).items():
             for user, value in zip(self.split.users, rows.cpu().numpy(), strict=True):
                 file[f"personal/{user}/{name}"] = value
-
-
-def _tensors(server: Server) -> dict[str, np.ndarray]:
-    return {n: t.detach().cpu().numpy().copy() for n, t in server.model.state_dict().items()}
 
 
 def _write_group(file: h5py.File, group: str, values: dict[str, np.ndarray]) -> None:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from FLAlgorithms.evaluation import Metrics, Tally, measure_all
+from FLAlgorithms.evaluation import Evaluator, Key, Metrics, Tally
 from FLAlgorithms.trainmodel.models import Classifier
-from FLAlgorithms.trainmodel.stacked import stacked
+from FLAlgorithms.trainmodel.stacked import count_parameters, stacked
 from FLAlgorithms.users.userbase import User
-from utils.batches import FederatedData, Planner, generator
-from utils.params import WeightedMean, assign_, clone, zeros_like
+from utils.batches import FederatedData, Planner, cells, generator
+from utils.params import Params, WeightedMean, assign_, clone, zeros_like
 
 if TYPE_CHECKING:
     from utils.config import Config
@@ -52,6 +52,9 @@ class Observer(Protocol):
 class Server:
     """Owns the global model, the users' persistent state and the users themselves.
 
+    Everything global has shape (*lead, *shape): `lead` is () for one repetition and (T,) for T of
+    them in lockstep, each in a row of its own. Ids are (*lead, number of users).
+
     `options`: the Config fields the algorithm reads beyond the common ones. `overrides`: its own
     defaults of the semantics' switches. `personal_at`: when personalised models are evaluated,
     "start" (adapted from w_t before training) or "trained" (as they come out of local training).
@@ -68,20 +71,30 @@ class Server:
         self,
         config: Config,
         data: FederatedData,
-        model: Classifier,
-        repetition: int = 0,
-        observer: Observer | None = None,
+        model: Classifier | Sequence[Classifier],
+        repetition: int | Sequence[int] = 0,
+        observer: Observer | Sequence[Observer] | None = None,
         selected: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`selected[t]` fixes who is sampled in round t (replay)."""
-        self.config, self.data, self.model = config, data, model
-        self.repetition, self.observer, self.scripted = repetition, observer, selected
-        self.planner = Planner(config, data, repetition)
-        self.params = [p.detach() for p in model.parameters()]
-        self.buffers = list(model.buffers())
-        self.everyone = np.arange(data.num_users)
+        """One repetition with its model and observer, or sequences of them for lockstep.
+
+        `selected[t]` fixes who is sampled in round t (replay of one repetition).
+        """
+        together = not isinstance(repetition, int)
+        models = list(model) if together else [model]
+        self.config, self.data, self.model, self.scripted = config, data, models[0], selected
+        self.repetitions = list(repetition) if together else [repetition]
+        self.observers = list(observer) if isinstance(observer, Sequence) else [observer]
+        self.lead = (len(models),) if together else ()
+        self.planner = Planner(config, data, self.repetitions)
+        own = [[p.detach() for p in m.parameters()] for m in models]
+        self.params = [torch.stack(same) for same in zip(*own, strict=True)] if together else own[0]
+        self.buffers = list(self.model.buffers())
+        self.everyone = np.broadcast_to(np.arange(data.num_users), (*self.lead, data.num_users))
         self.round_number = 0
-        self.block_size = _block_size(config, model, data.num_users)
+        self.failed: dict[int, str] = {}  # row of a repetition that diverged: what happened
+        self.block_size = _block_size(config, self.model, data.num_users, len(models))
+        self.evaluator = Evaluator(self.model, data)
         self._users: dict[tuple, User] = {}
         self._kept: list[Tensor] = []
         self.bank = {name: self._bank(kind) for name, kind in self.user_class.state.items()}
@@ -111,42 +124,41 @@ class Server:
             chosen = np.asarray(self.scripted[self.round_number])
             self.selected = np.sort(chosen[chosen >= 0])
             return self.selected
-        able = self.everyone[self.data.sizes["train"] > 0]
-        rng = generator("users", self.config.seed, self.repetition, self.round_number)
+        able = np.flatnonzero(self.data.sizes["train"])
         size = min(self.config.numusers, len(able))
-        self.selected = np.sort(rng.choice(able, size, replace=False))
+        drawn = []
+        for repetition in self.repetitions:
+            rng = generator("users", self.config.seed, repetition, self.round_number)
+            drawn.append(np.sort(rng.choice(able, size, replace=False)))
+        self.selected = np.stack(drawn).reshape(*self.lead, size)
         return self.selected
 
-    def trained(self, ids: Sequence[int], **payload: object) -> Iterator[SimpleNamespace]:
+    def trained(self, ids: Sequence, **payload: Params) -> Iterator[SimpleNamespace]:
         """Train the users `ids` from the global model and yield what they upload, block by block.
 
         Each report has `ids`, `weight` (shape `block`; 0 outside this round's sample) and the
         attributes that the User class names in `uploads`; it is good until the next one, whose
-        users reuse the tensors. `payload` goes to `train()`.
+        users reuse the tensors. `payload`, global parameters, goes to `train()`.
         """
-        tally = self._tally() if self.personal_at == "trained" else None
+        ids = np.asarray(ids)
+        after = self.personal_at == "trained"
+        tally = self._tally() if after else None
         buffers = WeightedMean()
         for user in self._blocks(ids):
-            user.train(**payload)
+            user.train(**{name: self._spread(params) for name, params in payload.items()})
             self._check_finite(user)
             for name, bank in self.bank.items():
                 for rows, value in zip(bank, getattr(user, name), strict=True):
                     rows[self._rows(user)] = value.detach()
-            if tally:
-                self._tally_personal(tally, user)
-            if self.personal_at == "trained" and self._keeping():
-                self._keep_personal(user)
+            self._look_at(user, tally, after)
             weight = self._weight(user)
             if self.buffers and weight.sum() > 0:
                 buffers.add(weight, [b.to(self.params[0]) for b in user.model.buffers()])
             uploads = {name: getattr(user, name) for name in user.uploads}
             yield SimpleNamespace(ids=user.ids, weight=weight, **uploads)
-        if self.personal_at == "trained" and (tally or self._keeping()):
-            for user in self._blocks(sorted({*self.everyone} - {*ids})):
-                if tally:
-                    self._tally_personal(tally, user)
-                if self._keeping():
-                    self._keep_personal(user)
+        if after and (tally or self._keeping()):
+            for user in self._blocks(self._others(ids)):
+                self._look_at(user, tally, after)
         if tally:
             self._hand_over(tally)
         if buffers.weight is not None:
@@ -155,7 +167,7 @@ class Server:
     @property
     def total_weight(self) -> float:
         """Sum of the weights of ALL users, sampled or not."""
-        return float(self._weights(self.everyone).sum())
+        return float(self._weights(np.arange(self.data.num_users)).sum())
 
     def zeros(self) -> list[Tensor]:
         """Zeros like the global parameters."""
@@ -164,25 +176,35 @@ class Server:
     # ---- the run
 
     def run(self) -> None:
-        """All rounds; raises Diverged as soon as a loss or a parameter is not finite."""
+        """All rounds; raises Diverged as soon as no repetition is finite any more."""
         rounds = self.config.num_global_iters
         while self.round_number < rounds:
-            self._evaluate_global()
-            if self.personal_at == "start" and self._due():
-                tally = self._tally()
+            if not self.personal_at:
+                self._evaluate_global()
+            if self.personal_at == "start" and (tally := self._tally()):
                 for user in self._blocks(self.everyone):
-                    self._tally_personal(tally, user)
+                    self._look_at(user, tally, keep=False)
                 self._hand_over(tally)
             self.round()
-            for p in self.params:
-                if not torch.isfinite(p).all():
-                    self._diverged("the global model is no longer finite")
+            finite = torch.stack(
+                [torch.isfinite(p).flatten(len(self.lead)).all(-1) for p in self.params]
+            )
+            for run in np.flatnonzero(~finite.all(0).reshape(-1).cpu().numpy()):
+                self._diverged(int(run), "the global model is no longer finite")
             self.round_number += 1
-            if self.observer:
-                self.observer.round_done(self.round_number, self.selected)
+            for run, observer in self._watching():
+                observer.round_done(
+                    self.round_number, self.selected.reshape(len(self.repetitions), -1)[run]
+                )
         self._evaluate_global()
 
-    def personal_models(self) -> dict[str, Tensor]:
+    def state_dict(self, run: int = 0) -> dict[str, Tensor]:
+        """The global model of a repetition: parameters and buffers by name."""
+        names = (name for name, _ in self.model.named_parameters())
+        own = dict(zip(names, self._of(run), strict=True))
+        return own | dict(self.model.named_buffers())
+
+    def personal_models(self, run: int = 0) -> dict[str, Tensor]:
         """The users' primary personalised models at the end, (N, *shape) by parameter name.
 
         Needs `--save_models` and a finished run; empty where the algorithm has none.
@@ -191,104 +213,162 @@ class Server:
             for user in self._blocks(self.everyone):
                 self._keep_personal(user)
         names = (name for name, _ in self.model.named_parameters())
-        return dict(zip(names, self._kept, strict=True)) if self._kept else {}
+        kept = [k[run] for k in self._kept] if self.lead else self._kept
+        return dict(zip(names, kept, strict=True)) if kept else {}
 
     # ---- inside
 
-    def _blocks(self, ids: Sequence[int]) -> Iterator[User]:
+    def _of(self, run: int) -> list[Tensor]:
+        return [p[run] for p in self.params] if self.lead else self.params
+
+    def _spread(self, params: Params) -> list[Tensor]:
+        """Global parameters so that they broadcast over a block: (*lead, 1, *shape)."""
+        return [p.unsqueeze(1) for p in params] if self.lead else list(params)
+
+    def _blocks(self, ids: np.ndarray) -> Iterator[User]:
         """User objects that have received the global model; users of like work share a block."""
-        ids = sorted((int(i) for i in ids), key=lambda i: (self.planner.num_steps(i), i))
+        by_work = np.lexsort((ids, self.planner.num_steps(ids)), axis=-1)
+        ids = np.take_along_axis(ids, by_work, axis=-1)
         size = self.block_size or 1
-        for start in range(0, len(ids), size):
-            group = ids[start : start + size]
-            block = (len(group),) if self.block_size else ()
+        for start in range(0, ids.shape[-1], size):
+            group = ids[..., start : start + size]
+            group = group if self.block_size else group[..., 0]
+            block = group.shape
             if block not in self._users:
-                model = stacked(self.model, *block) if block else copy.deepcopy(self.model)
+                model = stacked(self.model, block) if block else copy.deepcopy(self.model)
                 self._users[block] = self.user_class(model, block, self.config, self.planner)
             user = self._users[block]
-            user.receive(group, self.round_number, self.params)
+            user.receive(group, self.round_number, self._spread(self.params))
             assign_(list(user.model.buffers()), self.buffers)
             for name, bank in self.bank.items():
                 setattr(user, name, [rows[self._rows(user)].clone() for rows in bank])
             yield user
 
-    def _rows(self, user: User) -> list[int] | int:
-        return user.ids if user.block else user.ids[0]
+    def _rows(self, user: User) -> object:
+        """Where the block's users are in a (*lead, N, ...) tensor."""
+        if not self.lead:
+            return user.ids.tolist()
+        return torch.arange(*self.lead).unsqueeze(1), torch.from_numpy(user.ids)
 
-    def _weights(self, ids: Sequence[int]) -> np.ndarray:
-        sizes = self.data.sizes["train"][np.asarray(ids, dtype=np.int64)]
-        return sizes.astype(float) if self.config.weighting == "samples" else np.ones(len(sizes))
+    def _others(self, ids: np.ndarray) -> np.ndarray:
+        """The users that are not among `ids`, (*lead, the rest)."""
+        left = np.ones(self.everyone.shape, dtype=bool)
+        np.put_along_axis(left, ids, False, axis=-1)
+        return self.everyone[left].reshape(*self.lead, -1)
+
+    def _weights(self, ids: np.ndarray) -> np.ndarray:
+        sizes = self.data.sizes["train"][ids]
+        return sizes.astype(float) if self.config.weighting == "samples" else np.ones(sizes.shape)
 
     def _weight(self, user: User) -> Tensor:
-        return user.numbers(self._weights(user.ids) * np.isin(user.ids, self.selected))
+        chosen = np.zeros(self.everyone.shape, dtype=bool)
+        np.put_along_axis(chosen, self.selected, True, axis=-1)
+        ids = user.ids.reshape(*self.lead, -1)
+        reported = np.take_along_axis(chosen, ids, axis=-1).reshape(user.block)
+        return user.numbers(self._weights(user.ids) * reported)
 
     def _bank(self, kind: str) -> list[Tensor]:
         start = {"zeros": self.zeros, "model": lambda: clone(self.params)}[kind]()
-        return [p.expand(len(self.everyone), *p.shape).clone() for p in start]
+        n, lead = self.data.num_users, len(self.lead)
+        return [p.unsqueeze(lead).expand(*self.lead, n, *p.shape[lead:]).clone() for p in start]
+
+    # ---- evaluation
+
+    def _watching(self) -> list[tuple[int, Observer]]:
+        """Rows and observers of the repetitions that go on."""
+        there = enumerate(self.observers)
+        return [(run, o) for run, o in there if o is not None and run not in self.failed]
 
     def _due(self, last: bool = False) -> bool:
         every = self.config.eval_every
         final = self.config.num_global_iters - (0 if last else 1)
         return bool(every) and (self.round_number % every == 0 or self.round_number == final)
 
+    def _globals(self) -> dict[Key, Params]:
+        return {(run, ""): self._of(run) for run in range(len(self.repetitions))}
+
     def _evaluate_global(self) -> None:
         if self._due(last=True):
-            metrics = measure_all(self.model, self.params, self.data)
-            if self.observer:
-                self.observer.evaluated(self.round_number, metrics)
-            bad = np.flatnonzero(~np.isfinite(metrics.loss["train"]))
-            if len(bad):
-                self._diverged(f"the global model's train loss of user {bad[0]} is not finite")
+            tally = Tally(self.evaluator)
+            tally.add_everybody(self._globals())
+            self._hand_over(tally)
 
-    def _tally(self) -> dict[str, Tally] | None:
-        if not self._due():
-            return None
-        # The model beside the primary one is compared by its test accuracy alone.
-        return {
-            name: Tally(self.data) if name == self.config.primary else Tally(self.data, ("test",))
-            for name in self.user_class.personal
-        }
+    def _tally(self) -> Tally | None:
+        return Tally(self.evaluator) if self._due() else None
 
-    def _tally_personal(self, tally: dict[str, Tally], user: User) -> None:
-        for name, params in user.personalized().items():
-            tally[name].add(self.model, params, user.ids, user.block)
+    def _look_at(self, user: User, tally: Tally | None, keep: bool) -> None:
+        """Evaluate the block's personalised models, and w_t in the same pass; keep the last."""
+        keep = keep and self._keeping()
+        if not (tally or keep):
+            return
+        found = user.personalized()
+        shared = self._globals() if self._due(last=True) else {}
+        of_user: dict[int, dict[Key, Params]] = {}
+        for place, (run, i) in zip(np.ndindex(*user.block), cells(user.ids), strict=True):
+            mine = {(run, name): [p[place] for p in params] for name, params in found.items()}
+            of_user.setdefault(i, {}).update(mine)
+            if (run, "") in shared:
+                of_user[i][run, ""] = shared[run, ""]
+        if tally:
+            for i, models in of_user.items():
+                tally.add(i, models)
+        if keep:
+            self._keep_personal(user, found)
 
     def _keeping(self) -> bool:
         return self.config.save_models and self.round_number == self.config.num_global_iters - 1
 
-    def _keep_personal(self, user: User) -> None:
+    def _keep_personal(self, user: User, found: dict[str, Params] | None = None) -> None:
         if not self._kept:
-            self._kept = [p.new_empty(len(self.everyone), *p.shape) for p in self.params]
-        for rows, value in zip(self._kept, user.personalized()[self.config.primary], strict=True):
+            self._kept = [torch.empty_like(rows) for rows in self._bank("zeros")]
+        found = user.personalized() if found is None else found
+        for rows, value in zip(self._kept, found[self.config.primary], strict=True):
             rows[self._rows(user)] = value.detach()
 
-    def _hand_over(self, tally: dict[str, Tally]) -> None:
-        models = {name: one.metrics() for name, one in tally.items()}
-        if self.observer:
-            self.observer.personalized(self.round_number, models)
+    def _hand_over(self, tally: Tally) -> None:
+        of_run: dict[int, dict[str, Metrics]] = {}
+        for (run, name), metrics in tally.metrics().items():
+            of_run.setdefault(run, {})[name] = metrics
+        for run, observer in self._watching():
+            models = of_run[run]
+            if "" in models:
+                observer.evaluated(self.round_number, models.pop(""))
+            if models:
+                observer.personalized(self.round_number, models)
+        for run, models in of_run.items():
+            bad = np.flatnonzero(~np.isfinite(models[""].loss["train"])) if "" in models else []
+            if len(bad):
+                self._diverged(run, f"the global model's train loss of user {bad[0]} is not finite")
+
+    # ---- divergence
 
     def _check_finite(self, user: User) -> None:
-        bad = ~torch.isfinite(torch.as_tensor(user.loss_sum)).reshape(-1).cpu().numpy()
-        if bad.any():
-            who = ", ".join(str(user.ids[i]) for i in np.flatnonzero(bad)[:5])
-            self._diverged(f"the training loss of user {who} is not finite")
+        losses = torch.broadcast_to(torch.as_tensor(user.loss_sum), user.block)
+        bad = (~torch.isfinite(losses)).reshape(-1).cpu().numpy()
+        for (run, i), lost in zip(cells(user.ids), bad, strict=True):
+            if lost:
+                self._diverged(run, f"the training loss of user {i} is not finite")
 
-    def _diverged(self, what: str) -> None:
+    def _diverged(self, run: int, what: str) -> None:
+        """Note it; the other repetitions in lockstep go on."""
         values = {name: getattr(self.config, name) for name in self.step_options}
         default = type(self.config)()
         raised = [n for n, v in values.items() if v > (getattr(default, n) or 0)]
         look = ", ".join(f"--{n} (now {values[n]:g})" for n in raised or self.step_options[:1])
-        raise Diverged(f"diverged in round {self.round_number}: {what}; look at {look}")
+        message = f"diverged in round {self.round_number}: {what}; look at {look}"
+        self.failed.setdefault(run, message)
+        if len(self.failed) == len(self.repetitions):
+            raise Diverged(message)
 
 
-def _block_size(config: Config, model: Classifier, num_users: int) -> int:
-    """0 for the reference engine, else users per block."""
+def _block_size(config: Config, model: Classifier, num_users: int, runs: int) -> int:
+    """0 for the reference engine, else users per block and repetition."""
     if any(True for _ in model.buffers()):
         return 0
     size = config.block_size
     if size == "auto":
-        parameters = sum(p.numel() for p in model.parameters())
-        size = max(1, min(100, BLOCK_PARAMETERS // parameters)) if model.lockstep else 0
+        room = BLOCK_PARAMETERS // (runs * count_parameters(model))
+        size = max(1, min(100, room)) if model.lockstep else 0
     return min(size, num_users)
 
 

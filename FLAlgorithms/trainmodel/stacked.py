@@ -1,14 +1,16 @@
-"""The block engine's model: C copies of a module side by side, parameters (C, *shape).
+"""The block engine's model: copies of a module side by side, parameters (*block, *shape).
 
-`stacked(module, C)` maps inputs (C, batch, ...) to outputs (C, batch, ...). Users do not interact:
-the gradient of the sum of the users' losses holds each user's own gradient in its own row.
+`stacked(module, block)` maps inputs (*block, batch, ...) to outputs (*block, batch, ...). Copies do
+not interact: the gradient of the sum of their losses holds each one's own gradient in its own row.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -16,27 +18,39 @@ from FLAlgorithms.trainmodel.models import Classifier, Dropout
 
 
 class StackedLinear(nn.Module):
-    """y = x W^T + b for C layers at once; W stays (C, out, in), so its gradient is contiguous."""
+    """y = x W^T + b for many layers at once; W stays (*block, out, in): its gradient is contiguous.
 
-    def __init__(self, linear: nn.Linear, size: int) -> None:
+    Inputs are (*block, batch, in), or (batch, in) where all layers see the same ones.
+    """
+
+    def __init__(self, linear: nn.Linear, block: tuple) -> None:
         super().__init__()
-        self.weight = _stack(linear.weight, size)
-        self.bias = None if linear.bias is None else _stack(linear.bias, size)
+        self.block = block
+        self.weight = _stack(linear.weight, block)
+        self.bias = None if linear.bias is None else _stack(linear.bias, block)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return torch.bmm(self.weight, x.transpose(1, 2)).transpose(1, 2)
-        return torch.baddbmm(self.bias.unsqueeze(2), self.weight, x.transpose(1, 2)).transpose(1, 2)
+        bias = self.bias
+        if x.dim() == 2:
+            out = F.linear(x, self.weight.flatten(0, -2), None if bias is None else bias.flatten())
+            return out.unflatten(1, (*self.block, -1)).movedim(0, -2)
+        weight, x = self.weight.flatten(0, -3), x.flatten(0, -3).mT
+        if bias is None:
+            out = torch.bmm(weight, x)
+        else:
+            out = torch.baddbmm(bias.flatten(0, -2).unsqueeze(2), weight, x)
+        return out.mT.unflatten(0, self.block)
 
 
 class VmapModel(nn.Module):
     """Any module without buffers, by `torch.func.vmap` over its stacked parameters."""
 
-    def __init__(self, module: Classifier, size: int) -> None:
+    def __init__(self, module: Classifier, block: tuple) -> None:
         super().__init__()
         object.__setattr__(self, "one", copy.deepcopy(module))  # not a child: no parameters of ours
+        self.block = block
         self.names = [name for name, _ in module.named_parameters()]
-        self.stack = nn.ParameterList(_stack(p, size) for p in module.parameters())
+        self.stack = nn.ParameterList(_stack(p, block) for p in module.parameters())
         self.loss = self.one.loss
         self.dropouts = [m for m in self.one.modules() if isinstance(m, Dropout)]
 
@@ -47,28 +61,36 @@ class VmapModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         masks = tuple(d.mask for d in self.dropouts) if self.training else ()
 
-        def one_user(params: tuple[Tensor, ...], x: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
+        def one_copy(params: tuple[Tensor, ...], x: Tensor, masks: tuple[Tensor, ...]) -> Tensor:
             for layer, mask in zip(self.dropouts, masks, strict=False):
                 layer.mask = mask
             return functional_call(self.one, dict(zip(self.names, params, strict=True)), (x,))
 
-        out = vmap(one_user)(tuple(self.stack), x, masks)
+        last = len(self.block) - 1
+        stack = tuple(p.flatten(0, last) for p in self.stack)
+        rows = tuple(mask.flatten(0, last) for mask in masks)
+        out = vmap(one_copy)(stack, x.flatten(0, last), rows)
         for layer, mask in zip(self.dropouts, masks, strict=False):
             layer.mask = mask
-        return out
+        return out.unflatten(0, self.block)
 
 
-def stacked(module: Classifier, size: int) -> nn.Module:
-    """`size` copies of `module` that train in lockstep, parameters in the module's own order."""
+def stacked(module: Classifier, block: tuple) -> nn.Module:
+    """Copies of `module` that train in lockstep, parameters in the module's own order."""
     if not module.lockstep:
-        return VmapModel(module, size)
+        return VmapModel(module, block)
     copies = copy.deepcopy(module)
     for name, child in list(copies.named_modules()):
         if isinstance(child, nn.Linear):
             parent, _, leaf = name.rpartition(".")
-            setattr(copies.get_submodule(parent), leaf, StackedLinear(child, size))
+            setattr(copies.get_submodule(parent), leaf, StackedLinear(child, block))
     return copies
 
 
-def _stack(p: Tensor, size: int) -> nn.Parameter:
-    return nn.Parameter(p.detach().expand(size, *p.shape).clone())
+def count_parameters(module: nn.Module) -> int:
+    """How many numbers one copy trains."""
+    return sum(math.prod(p.shape) for p in module.parameters())
+
+
+def _stack(p: Tensor, block: tuple) -> nn.Parameter:
+    return nn.Parameter(p.detach().expand(*block, *p.shape).clone())

@@ -1,7 +1,8 @@
 """What every user does alike: receive, step through minibatches, take gradients.
 
-A User is a block of users: `block` is () for one user on a plain module and (C,) for C users in
-lockstep on a stacked one. Its tensors are (*block, *shape), its per-user numbers (*block,).
+A User is a block of users: `block` is () for one user on a plain module, (C,) for C users in
+lockstep on a stacked one, (T, C) for C users in each of T repetitions. Its tensors are
+(*block, *shape), its per-user numbers (*block,).
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from FLAlgorithms.trainmodel.models import Dropout
-from utils.batches import Batch, Plan, Planner, dropout_generator
+from utils.batches import Batch, Plan, Planner, cells, dropout_generator
 from utils.params import Params, add_, assign_, zeros_like
 
 if TYPE_CHECKING:
@@ -38,8 +40,8 @@ class User:
         one = getattr(model, "one", model)
         self.dropouts = [m for m in one.modules() if isinstance(m, Dropout)]
 
-    def receive(self, ids: list[int], round_number: int, params: Params) -> None:
-        """Become the users `ids` in a round, with the global parameters (*shape)."""
+    def receive(self, ids: np.ndarray, round_number: int, params: Params) -> None:
+        """Become the users `ids` (shape `block`) in a round, with the global parameters."""
         self.ids, self.round_number = ids, round_number
         assign_(self.params, params)
         self.loss_sum: Tensor | float = 0.0
@@ -58,7 +60,7 @@ class User:
 
         Sets `active` for the step and `num_steps`, shape `block`: local steps really taken.
         """
-        plan = self.planner.local(self.ids, self.block, self.round_number, self.draws)
+        plan = self.planner.local(self.ids, self.round_number, self.draws)
         self.num_steps = self.numbers(plan.steps)
         self.model.train()
         for step in range(len(plan.rows)):
@@ -69,7 +71,7 @@ class User:
     def adaptation_steps(self, *parts: str) -> Iterator[Batch]:
         """One minibatch from each named part of the user's data; nobody without data is active."""
         self.model.train()
-        plans = self.planner.adapt(self.ids, self.block, self.round_number, parts)
+        plans = self.planner.adapt(self.ids, self.round_number, parts)
         for turn, plan in enumerate(plans):
             self.active = self.numbers(plan.steps)
             yield self._batch(plan, 0, 0, stage=1 + turn)
@@ -94,7 +96,7 @@ class User:
 
     def full_gradient(self) -> list[Tensor]:
         """Gradient of f_i over all of each user's train data at the current parameters."""
-        plan = self.planner.full_pass(self.ids, self.block, 8 * self.config.batch_size)
+        plan = self.planner.full_pass(self.ids, 8 * self.config.batch_size)
         self.model.eval()
         total = zeros_like(self.params)
         for step in range(len(plan.rows)):
@@ -107,16 +109,16 @@ class User:
 
     def numbers(self, values: object) -> Tensor:
         """Per-user numbers as a tensor of shape `block` in the parameters' type and place."""
-        like = self.params[0]
-        return torch.as_tensor(values, dtype=like.dtype, device=like.device).reshape(self.block)
+        like, values = self.params[0], np.broadcast_to(values, self.block)
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
 
     def _batch(self, plan: Plan, step: int, draw: int, stage: int = 0, masks: bool = True) -> Batch:
         batch = plan.batch(self.planner.data, step, draw)
         if self.dropouts and masks:
             config = self.config
             rows, drawn = batch.y.shape[-1], []
-            for user, width in zip(self.ids, plan.widths, strict=True):
-                key = (config.seed, self.planner.repetition, self.round_number, user)
+            for (run, user), width in zip(cells(self.ids), plan.widths, strict=True):
+                key = (config.seed, self.planner.repetitions[run], self.round_number, user)
                 rng = dropout_generator(batch.x.device, *key, stage, step, draw)
                 drawn.append([m.draw(width, rows, rng, batch.x) for m in self.dropouts])
             batch.masks = tuple(

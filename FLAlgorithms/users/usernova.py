@@ -17,7 +17,7 @@ class UserNova(User):
         eta, rho, alpha = config.learning_rate, config.momentum, config.learning_rate * config.mu
         x = clone(self.params)
         sgd = ProximalSGD(self.params, eta, config.mu, rho)
-        s, a = 0.0, self.numbers([0.0] * len(self.ids))
+        s, a = 0.0, self.numbers(0.0)
         for batch in self.local_steps():
             self.backward(batch)
             sgd.step(x, self.active)
