@@ -219,7 +219,7 @@ OTHER = {
     **{"inner_weight_decay": 0.5, "theta_start": "warm", "personal": None, "hessian": "exact"},
     **{"participation": "sampled", "hf_delta": None, "peravg_update": "two_step", "mu": 0.5},
     **{"adapt": None, "momentum": 0.5, "server_momentum": 0.5, "server_learning_rate": 0.5},
-    **{"scaffold_option": 1, "eval_every": None, "dtype": None},
+    **{"scaffold_option": 1, "eval_every": None, "dtype": None, "tf32": None},
 }
 
 
@@ -296,26 +296,32 @@ def test_main_runs_as_a_script_and_exits_with_2(leaf):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise on Windows")
-def test_ctrl_c_keeps_what_was_measured(leaf):
+@pytest.mark.parametrize(("times", "jobs", "lockstep"), [(1, 1, "no"), (2, 2, "no"), (2, 1, "yes")])
+def test_ctrl_c_keeps_what_was_measured(times, jobs, lockstep, leaf):
     words = ["--dataset", "Synthetic", "--split", str(leaf), "--num_global_iters", "1000000"]
-    script = [sys.executable, str(ROOT / "main.py"), *words, "--results_dir", "out"]
-    script += ["--numusers", "2", "--save_every", "0"]
-    run = subprocess.Popen(script, cwd=leaf, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words += ["--numusers", "2", "--save_every", "0", "--results_dir", "out"]
+    words += ["--times", str(times), "--jobs", str(jobs), "--lockstep", lockstep]
+    script = [sys.executable, str(ROOT / "main.py"), *words]
+    out = leaf / "out"
+    run = subprocess.Popen(
+        script, cwd=leaf, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
-        while not list((leaf / "out").glob("*_p_*_0.h5")):
+        while len(list(out.glob("*_p_*_[01].h5"))) < times:
             assert run.poll() is None, run.stderr.read()
-        run.send_signal(signal.SIGINT)
+        os.killpg(run.pid, signal.SIGINT)
         _, err = run.communicate(timeout=60)
     finally:
         run.kill()
-    assert run.returncode == 130
+    assert run.returncode == 130, err
     assert b"Traceback" not in err
-    assert b"--repetition 0" in err
-    for path in (leaf / "out").glob("*_0.h5"):
+    assert b"--repetition i" in err
+    paths = list(out.iterdir())
+    assert len(paths) == 2 * times
+    for path in paths:
         with h5py.File(path) as file:
             assert file.attrs["status"] == "interrupted"
             assert len(file["rs_glob_acc"]) >= 1
-    assert len(list((leaf / "out").iterdir())) == 2
 
 
 def test_a_toy_algorithm_is_two_files_and_one_line(leaf, tmp_path):

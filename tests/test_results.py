@@ -14,8 +14,8 @@ from FLAlgorithms.servers import ALGORITHMS
 from tests.toys import run_main
 from utils.config import Config
 from utils.errors import InputError
-from utils.jobs import Progress
 from utils.partition import Split
+from utils.progress import Progress, Watch
 from utils.results import atomic_h5, file_name, number
 
 DEFAULT = {"dataset": "Mnist", "arguments": {"users": 20, "labels_per_user": 2, "seed": 0}}
@@ -187,7 +187,7 @@ def test_the_same_command_gives_the_same_arrays(leaf, tmp_path):
 # ---- what is not finished
 
 
-class Stop(Progress):
+class Stop(Watch):
     """Ctrl-C at the end of the first round."""
 
     def round_done(self, round_number):
@@ -196,18 +196,18 @@ class Stop(Progress):
 
 def test_an_interrupted_run_is_kept_but_replaces_no_finished_one(leaf, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr("utils.jobs.Progress", Stop)
+        patch.setattr("utils.jobs.Watch", Stop)
         code, out = run_main(leaf)
     assert code == 130
     (path,) = files(out, "*pFedMe_0.005*_0.h5")
     with h5py.File(path) as file:
         assert file.attrs["status"] == "interrupted"
         assert len(file["rs_glob_acc"]) == 1
-    assert "--repetition 0" in capsys.readouterr().err
+    assert "--repetition i" in capsys.readouterr().err
     run_main(leaf)
     finished = path.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("utils.jobs.Progress", Stop)
+        patch.setattr("utils.jobs.Watch", Stop)
         run_main(leaf)
     assert path.read_bytes() == finished
     kept = files(out, "*.part")
@@ -325,15 +325,72 @@ def test_progress_lines_name_round_accuracy_loss_and_time(capsys, monkeypatch):
 
     monkeypatch.setattr(Progress, "EVERY", 0.0)
     progress = Progress("job", 10)
-    progress.personalized(Metrics())
-    progress.evaluated(5, Metrics())
-    progress.round_done(5)
-    progress.close()
+    watch = Watch(lambda done, text: progress.show(0, done, text))
+    watch.personalized(Metrics())
+    watch.evaluated(5, Metrics())
     line = capsys.readouterr().err
     assert line.startswith(
         "job: round 5/10, personalised 0.5000, test accuracy 0.5000, train loss "
     )
     assert line.endswith(" s left\n")
+    progress.close()
+    assert capsys.readouterr().err.startswith("job: round 5/10, ")
+
+
+# ---- several repetitions: processes and lockstep
+
+
+@pytest.mark.parametrize("algorithm", ["pFedMe", "SCAFFOLD"])
+def test_two_processes_give_bitwise_the_files_of_one(algorithm, leaf, tmp_path):
+    words = ["--algorithm", algorithm, "--times", "3", "--semantics", "authors"]
+    code, out = run_main(leaf, *words)
+    again = tmp_path / "two"
+    assert (code, run_main(leaf, *words, "--jobs", "2", "--results_dir", str(again))[0]) == (0, 0)
+    names = [path.name for path in files(out, "*.h5")]
+    assert names == [path.name for path in files(again, "*.h5")]
+    for name in names:
+        assert same(read(out / name), read(again / name))
+
+
+def test_lockstep_files_are_those_of_runs_alone(leaf, tmp_path):
+    words = ["--times", "3", "--dtype", "float64", "--save_models"]
+    _, out = run_main(leaf, *words)
+    _, _ = run_main(leaf, *words, "--lockstep", "yes", "--results_dir", str(tmp_path / "l"))
+    names = [path.name for path in files(out, "*.h5")]
+    assert names == [path.name for path in files(tmp_path / "l", "*.h5")]
+    for name in names:
+        a, b = read(out / name), read(tmp_path / "l" / name)
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            if value.dtype.kind == "f":
+                np.testing.assert_allclose(b[key], value, rtol=1e-11, atol=1e-11)
+            else:
+                np.testing.assert_array_equal(b[key], value)
+
+
+def test_a_diverged_repetition_loses_no_other(leaf, monkeypatch, capsys):
+    """In lockstep: repetition 1 starts at infinity, 0 and 2 finish."""
+    from utils.jobs import Job
+
+    model = Job.model
+
+    def broken(self, repetition):
+        net = model(self, repetition)
+        if repetition == 1:
+            net.fc1.weight.data.fill_(float("inf"))
+        return net
+
+    monkeypatch.setattr(Job, "model", broken)
+    code, out = run_main(leaf, "--times", "3", "--lockstep", "yes")
+    assert code == 1
+    assert "[1]: diverged in round 0" in capsys.readouterr().err
+    status = {}
+    for path in files(out, "*pFedMe_0.005*_?.h5"):
+        with h5py.File(path) as file:
+            status[path.stem[-1]] = (file.attrs["status"], len(file["rs_glob_acc"]))
+    assert status["0"] == status["2"] == ("finished", 3)
+    assert status["1"][0] == "diverged"
+    assert not files(out, "*_avg.h5")
 
 
 # ---- runs with little or nothing in them

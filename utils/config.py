@@ -208,6 +208,14 @@ class Config:
         "auto", _Auto(), "users trained in lockstep; 0: one at a time (reference engine)"
     )
     threads: int = _option(1, _Number(int, 1, 1024), "CPU threads")
+    jobs: int = _option(1, _Number(int, 1, 1024), "processes that share the repetitions")
+    lockstep: str = _option(
+        "auto", _Choice(("auto", "yes", "no")), "all repetitions in one block; auto: on a GPU"
+    )
+    state_device: str = _option(
+        "model", _Choice(("model", "cpu")), "where users' persistent state lies"
+    )
+    tf32: bool = _option(False, _Flag(), "allow TF32 products on a GPU")
     dtype: str = _option("float32", _Choice(("float32", "float64")), "number type")
     results_dir: str = _option("results", _Text(), "folder of the result files")
     save_every: float = _option(30.0, _STEP, "seconds between saves of an unfinished run")
@@ -261,8 +269,8 @@ FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Co
 ALGORITHM_FIELDS = frozenset().union(*(cls.options for cls in ALGORITHMS.values()))
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
 NOT_NUMBERS = frozenset(
-    "times repetition optimizer semantics split gpu block_size threads results_dir save_every "
-    "save_models".split()
+    "times repetition optimizer semantics split gpu block_size threads jobs lockstep state_device "
+    "results_dir save_every save_models".split()
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import Diverged, Server
 from FLAlgorithms.trainmodel.models import Classifier, build_model
 from utils.batches import PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
 from utils.model_utils import Source, default_normalize, features, read_data
+from utils.parallel import run_parallel
 from utils.partition import Split
+from utils.progress import Progress, Show, Watch
 from utils.results import Recorder, average, check_writable, finished, result_path, summary
 
 
@@ -44,12 +43,26 @@ class Job:
         )
         return model.to(self.data.x.device, self.data.x.dtype)
 
-    def server(self, repetition: int, **extra: object) -> Server:
-        """A server ready to run."""
-        model = self.model(repetition)
+    def server(self, repetition: int | list[int], **extra: object) -> Server:
+        """A server ready to run one repetition, or several in lockstep."""
+        one = isinstance(repetition, int)
+        model = self.model(repetition) if one else [self.model(i) for i in repetition]
         return self.config.server_class(self.config, self.data, model, repetition, **extra)
 
-    def recorder(self, repetition: int, progress: Progress | None) -> Recorder:
+    @property
+    def lockstep(self) -> bool:
+        """Whether the repetitions train side by side in one block."""
+        several = len(self.config.repetitions) > 1 and not list(self.model(0).buffers())
+        on_gpu = self.data.x.device.type == "cuda"
+        return several and {"yes": True, "no": False, "auto": on_gpu}[self.config.lockstep]
+
+    def label(self, repetitions: list[int]) -> str:
+        """How progress and messages call some repetitions."""
+        c = self.config
+        which = "-".join(str(r) for r in dict.fromkeys((repetitions[0], repetitions[-1])))
+        return f"{c.algorithm} {c.dataset} {c.model} [{which}]"
+
+    def recorder(self, repetition: int, progress: Watch | None) -> Recorder:
         """A recorder that writes where the configuration says."""
         facts = {"device": str(self.data.x.device), "normalize": self.normalize}
         return Recorder(self.config, self.split, repetition, facts, progress)
@@ -62,7 +75,7 @@ class Job:
 def prepare(config: Config, source: Source, split: Split) -> Job:
     """Normalise, move to the device, set threads."""
     torch.set_num_threads(config.threads)
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     config = config.resolved()
     usual = default_normalize(source, split)
     normalize = config.normalize or usual
@@ -104,93 +117,64 @@ def _device(gpu: int) -> torch.device:
     return torch.device("cpu")
 
 
-class Progress:
-    """Round, accuracy, loss and time left: a bar on a terminal, now and then a line elsewhere."""
-
-    EVERY = 10.0  # seconds between lines
-
-    def __init__(self, label: str, rounds: int) -> None:
-        self.label, self.rounds = label, rounds
-        self.started = self.told = time.monotonic()
-        self.bar = tqdm(total=rounds, desc=label, unit="round") if sys.stderr.isatty() else None
-        self.shown: dict[str, str] = {}
-
-    def evaluated(self, round_number: int, metrics: Metrics) -> None:
-        """The global model's metrics; on a terminal they show with the next round."""
-        self.shown["test accuracy"] = f"{metrics.accuracy('test'):.4f}"
-        self.shown["train loss"] = f"{metrics.mean_loss('train'):.4f}"
-        if self.bar is None:
-            self._line(round_number)
-
-    def personalized(self, metrics: Metrics) -> None:
-        """The metrics of the personalised models."""
-        self.shown["personalised"] = f"{metrics.accuracy('test'):.4f}"
-
-    def round_done(self, round_number: int) -> None:
-        """Move the bar."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(self._text(), refresh=False)
-            self.bar.update(round_number - self.bar.n)
-
-    def _line(self, round_number: int) -> None:
-        now = time.monotonic()
-        if now - self.told < self.EVERY and round_number < self.rounds:
-            return
-        self.told = now
-        left = (now - self.started) / max(round_number, 1) * (self.rounds - round_number)
-        say(f"{self.label}: round {round_number}/{self.rounds}, {self._text()}, {left:.0f} s left")
-
-    def _text(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.shown.items())
-
-    def close(self) -> None:
-        """Leave the last state of the bar on the terminal."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(self._text())
-            self.bar.close()
-
-
 def run_job(config: Config, given: Iterable[str]) -> int:
     """All repetitions of a job; 0, or 1 if one diverged, or 130 after Ctrl-C."""
     for line in notices(config, given):
         say(f"notice: {line}")
     job = prepare(config, *read_data(config.dataset, config.split))
     check_writable(job.path(True, "avg"))
-    code, started = 0, time.monotonic()
-    for repetition in config.repetitions:
-        try:
-            code = max(code, run_repetition(job, repetition))
-        except KeyboardInterrupt:
-            say(
-                f"interrupted; finished repetitions are kept, run this one again "
-                f"with --repetition {repetition}"
-            )
-            return 130
+    started = time.monotonic()
+    try:
+        code = _run_all(job)
+    except KeyboardInterrupt:
+        say("interrupted; finished repetitions are kept, --repetition i runs one again")
+        return 130
     report(job, time.monotonic() - started)
     return code
 
 
-def run_repetition(job: Job, repetition: int) -> int:
-    """One repetition; 0, or 1 if it diverged. Whatever ends it, what was measured is written."""
-    config = job.config
-    label = f"{config.algorithm} {config.dataset} {config.model} [{repetition}]"
-    progress = Progress(label, config.num_global_iters)
-    recorder = job.recorder(repetition, progress)
-    server = job.server(repetition)
-    recorder.attach(server)
-    status, code = "interrupted", 0
+def _run_all(job: Job) -> int:
+    config, repetitions = job.config, list(job.config.repetitions)
+    hands = min(config.jobs, len(repetitions)) if job.lockstep else len(repetitions)
+    groups = [repetitions[i::hands] for i in range(hands)]
+    if config.jobs > 1 and hands > 1:
+        return run_parallel(job, groups)
+    code = 0
+    for group in groups:
+        progress = Progress(job.label(group), config.num_global_iters)
+        try:
+            code = max(code, run_repetitions(job, group, progress.show))
+        finally:
+            progress.close()
+    return code
+
+
+def run_repetitions(job: Job, repetitions: list[int], show: Show) -> int:
+    """Some repetitions in lockstep, or one; 0, or 1 if one diverged.
+
+    Whatever ends them, what was measured is written.
+    """
+    together = len(repetitions) > 1
+    server = job.server(repetitions if together else repetitions[0])
+    watch = Watch(lambda done, text: show(repetitions[0], done, text))
+    recorders = [job.recorder(r, watch if r == repetitions[0] else None) for r in repetitions]
+    for recorder in recorders:
+        recorder.attach(server)
+    status = "interrupted"
     try:
         server.run()
         status = "finished"
-    except Diverged as stop:
-        status, code = "diverged", 1
-        say(f"{label}: {stop}")
+    except Diverged:
+        status = "diverged"
     finally:
-        progress.close()
-        written = recorder.save(status)
-        if status != "finished":
-            say(f"{status}: what was measured is in {', '.join(map(str, written))}")
-    return code
+        for run, recorder in enumerate(recorders):
+            ended = "diverged" if run in server.failed else status
+            written = recorder.save(ended)
+            if ended != "finished":
+                why = server.failed.get(run, ended)
+                files = ", ".join(map(str, written))
+                say(f"{job.label([recorder.repetition])}: {why}; what was measured is in {files}")
+    return int(bool(server.failed))
 
 
 def report(job: Job, seconds: float) -> None:

@@ -26,7 +26,7 @@ from utils.model_utils import is_default
 from utils.partition import Split
 
 if TYPE_CHECKING:
-    from utils.jobs import Progress
+    from utils.progress import Watch
 
 SCHEMA = 1
 CODE_VERSION = "0.1.0"
@@ -121,7 +121,7 @@ class Recorder:
         split: Split,
         repetition: int,
         facts: dict[str, object],
-        progress: Progress | None = None,
+        progress: Watch | None = None,
     ) -> None:
         """`config`: all switches resolved; `facts`: `device` and `normalize` as really used."""
         self.config, self.split, self.repetition = config, split, repetition

@@ -84,7 +84,8 @@ class Server:
         models = list(model) if together else [model]
         self.config, self.data, self.model, self.scripted = config, data, models[0], selected
         self.repetitions = list(repetition) if together else [repetition]
-        self.observers = list(observer) if isinstance(observer, Sequence) else [observer]
+        several = isinstance(observer, Sequence)
+        self.observers = list(observer) if several else [observer] * len(models)
         self.lead = (len(models),) if together else ()
         self.planner = Planner(config, data, self.repetitions)
         own = [[p.detach() for p in m.parameters()] for m in models]
@@ -97,7 +98,9 @@ class Server:
         self.evaluator = Evaluator(self.model, data)
         self._users: dict[tuple, User] = {}
         self._kept: list[Tensor] = []
-        self.bank = {name: self._bank(kind) for name, kind in self.user_class.state.items()}
+        place = "cpu" if config.state_device == "cpu" else self.params[0].device
+        states = self.user_class.state.items()
+        self.bank = {name: [p.to(place) for p in self._bank(kind)] for name, kind in states}
         self.setup()
 
     @classmethod
@@ -149,7 +152,7 @@ class Server:
             self._check_finite(user)
             for name, bank in self.bank.items():
                 for rows, value in zip(bank, getattr(user, name), strict=True):
-                    rows[self._rows(user)] = value.detach()
+                    rows[self._rows(user)] = value.detach().to(rows.device)
             self._look_at(user, tally, after)
             weight = self._weight(user)
             if self.buffers and weight.sum() > 0:
@@ -241,7 +244,8 @@ class Server:
             user.receive(group, self.round_number, self._spread(self.params))
             assign_(list(user.model.buffers()), self.buffers)
             for name, bank in self.bank.items():
-                setattr(user, name, [rows[self._rows(user)].clone() for rows in bank])
+                mine = [rows[self._rows(user)] for rows in bank]
+                setattr(user, name, [rows.to(self.params[0].device, copy=True) for rows in mine])
             yield user
 
     def _rows(self, user: User) -> object:
