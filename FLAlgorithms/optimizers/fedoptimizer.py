@@ -25,15 +25,14 @@ class LocalSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, active: Scale = 1.0) -> None:
-        """One step on the gradients in `.grad`."""
+        """One step on the gradients in `.grad`; a parameter without one stays."""
         for group in self.param_groups:
-            y = group["params"]
+            y = [p for p in group["params"] if p.grad is not None]
             add_(y, self._direction(y, group["momentum"]), -group["lr"] * active)
 
     def _direction(self, y: Params, rho: float) -> list[Tensor]:
-        g = [p.grad for p in y]
         if not rho:
-            return g
+            return [p.grad for p in y]
         for p in y:
             v = self.state[p].setdefault("v", torch.zeros_like(p))
             v.mul_(rho).add_(p.grad)
@@ -61,12 +60,14 @@ class ProximalSGD(LocalSGD):
     def step(self, anchor: Params, active: Scale = 1.0) -> None:
         """One step towards lower loss and towards `anchor`."""
         for group in self.param_groups:
-            y, eta = group["params"], group["lr"] * active
+            pairs = zip(group["params"], anchor, strict=True)
+            y, towards = zip(*[(p, a) for p, a in pairs if p.grad is not None], strict=True)
+            eta = group["lr"] * active
             v = self._direction(y, group["momentum"])
             if group["decay"]:
                 v = [a.add(p, alpha=group["decay"]) for a, p in zip(v, y, strict=True)]
             if group["strength"]:
-                lerp_(y, anchor, eta * group["strength"])
+                lerp_(y, towards, eta * group["strength"])
             add_(y, v, -eta)
 
 

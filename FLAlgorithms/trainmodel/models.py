@@ -22,6 +22,7 @@ class Classifier(nn.Module):
 
     lockstep = False
     flat = False  # takes vectors: the data are flattened once, when read
+    first = ""  # the Linear layer that sees the inputs themselves, if there is one
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of every sample, shape of y."""
@@ -38,6 +39,7 @@ class Mclr(Classifier):
     """Multinomial logistic regression: one linear layer, features -> classes."""
 
     lockstep = flat = True
+    first = "fc1"
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -51,6 +53,7 @@ class Dnn(Classifier):
     """Two linear layers with a ReLU between."""
 
     lockstep = flat = True
+    first = "fc1"
 
     def __init__(self, features: int, hidden: int, classes: int) -> None:
         super().__init__()

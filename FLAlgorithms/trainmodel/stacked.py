@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.optim import Optimizer
 
 from FLAlgorithms.trainmodel.models import Classifier, Dropout
+from utils.params import Scale
 
 
 class StackedLinear(nn.Module):
@@ -28,9 +30,12 @@ class StackedLinear(nn.Module):
         self.block = block
         self.weight = _stack(linear.weight, block)
         self.bias = None if linear.bias is None else _stack(linear.bias, block)
+        self.product: Tensor | None = None  # x W^T, while FixedInput knows it
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
+        if self.product is not None:
+            return (self.product if bias is None else self.product + bias.unsqueeze(-1)).mT
         if x.dim() == 2:
             out = F.linear(x, self.weight.flatten(0, -2), None if bias is None else bias.flatten())
             return out.unflatten(1, (*self.block, -1)).movedim(0, -2)
@@ -40,6 +45,71 @@ class StackedLinear(nn.Module):
         else:
             out = torch.baddbmm(bias.flatten(0, -2).unsqueeze(2), weight, x)
         return out.mT.unflatten(0, self.block)
+
+
+class FixedInput:
+    """Proximal steps of a first layer on ONE minibatch X, through its Gram matrix: exact.
+
+    theta <- keep theta + pull anchor - eta g, with keep = 1 - eta (lambda + d), pull = eta lambda
+    and the layer's gradient g = D^T X, D that of its output, gives after k steps
+
+        W_k = m W_0 + s anchor - A^T X,   m <- keep m,  s <- keep s + pull,  A <- keep A + eta D
+
+    so that the output X W_k^T needs X only through X W_0^T, X anchor^T and X X^T.
+    """
+
+    def __init__(
+        self,
+        layer: StackedLinear,
+        x: Tensor,
+        anchor: Tensor | None,
+        solver: Optimizer,
+        active: Scale,
+    ) -> None:
+        """`solver`: a ProximalSGD without momentum; x (*block, batch, in).
+
+        `anchor` None: the layer's weight is at the anchor now.
+        """
+        (group,) = solver.param_groups
+        eta = group["lr"] * active
+        if isinstance(eta, Tensor):
+            eta = eta.reshape(-1, 1, 1)
+        self.eta, self.pull = eta, eta * group["strength"]
+        self.keep = 1 - self.pull - eta * group["decay"]
+        self.layer, self.x = layer, x.flatten(0, -3)
+        self.weight = layer.weight.detach().flatten(0, -3)
+        self.anchor = None if anchor is None else anchor.flatten(0, -3)
+        self.start = torch.bmm(self.weight, self.x.mT)
+        self.end = self.start if anchor is None else torch.bmm(self.anchor, self.x.mT)
+        self.gram = torch.bmm(self.x, self.x.mT)
+        self.a = torch.zeros_like(self.start)  # A^T, (copies, out, batch)
+        self.m, self.s = 1.0, 0.0
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Give the layer its output for the current step, as a leaf of the graph."""
+        known = self.start * (self.m + self.s)
+        if self.anchor is not None:
+            known = self.start * self.m + self.end * self.s
+        self.leaf = known.baddbmm_(self.a, self.gram, alpha=-1).requires_grad_()
+        with torch.enable_grad():
+            self.layer.product = self.leaf.unflatten(0, self.layer.block)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Take the step that the output's gradient asks for."""
+        self.a.mul_(self.keep).add_(self.leaf.grad * self.eta)
+        self.m, self.s = self.keep * self.m, self.keep * self.s + self.pull
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Write the layer's weight."""
+        self.layer.product = None
+        if self.anchor is None:
+            self.weight.mul_(self.m + self.s)
+        else:
+            self.weight.mul_(self.m).add_(self.anchor * self.s)
+        self.weight.baddbmm_(self.a, self.x, alpha=-1)
 
 
 class VmapModel(nn.Module):

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from FLAlgorithms.trainmodel.models import Dropout
+from FLAlgorithms.trainmodel.stacked import FixedInput
 from utils.batches import Batch, Plan, Planner, cells, dropout_generator
 from utils.params import Params, add_, assign_, zeros_like
 
@@ -38,6 +40,7 @@ class User:
         self.model, self.block, self.config, self.planner = model, block, config, planner
         self.params: list[Tensor] = list(model.parameters())
         one = getattr(model, "one", model)
+        self.first = one.first if one is model else ""
         self.dropouts = [m for m in one.modules() if isinstance(m, Dropout)]
 
     def receive(self, ids: np.ndarray, round_number: int, params: Params) -> None:
@@ -78,10 +81,35 @@ class User:
 
     def backward(self, batch: Batch) -> None:
         """Leave each user's gradient of its mean minibatch loss in its row of every `.grad`."""
-        self.model.zero_grad(set_to_none=True)
+        for p in self.params:
+            p.grad = None
         losses = self.losses(batch)
         losses.sum().backward()
         self.loss_sum = self.loss_sum + losses.detach()
+
+    def proximal_loop(
+        self, batch: Batch, solver: Optimizer, anchor: Params, count: int, restart: bool
+    ) -> Iterator[int]:
+        """`count` turns for steps of a ProximalSGD on one minibatch, from the anchor if `restart`.
+
+        The caller takes the gradient and steps in each turn. Where the model's first layer sees
+        the minibatch itself, its part is done on the minibatch's Gram matrix meanwhile.
+        """
+        if restart:
+            assign_(self.params, anchor, self.active)
+        layer = self.model.get_submodule(self.first) if self.block and self.first else None
+        if layer is None:
+            yield from range(count)
+            return
+        away = None
+        if not restart:
+            away = anchor[[p is layer.weight for p in self.params].index(True)]
+        fixed = FixedInput(layer, batch.x, away, solver, self.active)
+        for turn in range(count):
+            fixed.show()
+            yield turn
+            fixed.move()
+        fixed.finish()
 
     def losses(self, batch: Batch) -> Tensor:
         """The weighted mean loss of each user's minibatch, shape `block`."""

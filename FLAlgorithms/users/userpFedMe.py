@@ -22,10 +22,9 @@ class UserpFedMe(User):
             strength=config.lamda,
             decay=config.inner_weight_decay,
         )
+        cold = config.theta_start == "cold"
         for batch in self.local_steps():
-            if config.theta_start == "cold":
-                assign_(self.params, w, self.active)
-            for _ in range(config.K):
+            for _ in self.proximal_loop(batch, prox, w, config.K, restart=cold):
                 # theta <- theta - plr (g + lambda (theta - w_i) + d theta)
                 self.backward(batch)
                 prox.step(w, self.active)
