@@ -20,7 +20,7 @@ from utils.partition import PARTS
 Key = tuple[int, str]
 
 # Rows of one forward pass, measured: vectors like large products, images need small activations.
-FLAT_CHUNK, IMAGE_CHUNK = 8192, 512
+FLAT_CHUNK, IMAGE_CHUNK = 8192, 64
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ def _make(dataset: str, kind: str, argv: Sequence[str] | None) -> int:
         flag, parse, text = OPTIONS[name]
         parser.add_argument(flag, dest=name, type=parse, default=default, help=text)
     parser.add_argument(
-        "--output", help="split file (.npz) to write; None: named by the arguments, in split/"
+        "--output", default=argparse.SUPPRESS, help="split file (.npz), else named by the arguments"
     )
     arguments = vars(parser.parse_args(argv))
-    output = arguments.pop("output")
+    output = arguments.pop("output", None)
     path = split_path(dataset, kind, arguments) if output is None else Path(output)
     if path.suffix != ".npz" or path.is_dir():
         raise InputError(f"output {output}: must name a file ending in .npz")

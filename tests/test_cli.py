@@ -190,7 +190,9 @@ def test_unread_options_are_named_in_one_notice():
     ]
     assert notices(Config(), ["lamda", "K", "beta"]) == []
     assert notices(config, ["save_models"]) == ["FedAvg does not read --save_models"]
-    assert notices(Config(algorithm="PerAvg", hf_delta=0.5), []) == [
+    assert notices(Config(algorithm="FedProx"), [])[0].startswith("--mu 0")
+    assert notices(Config(algorithm="PerAvg"), [])[0].startswith("--beta 1 is its step")
+    assert notices(Config(algorithm="PerAvg", beta=0.1, hf_delta=0.5), []) == [
         "--hf_delta 0.5 has no effect without --hessian hf"
     ]
 

@@ -653,7 +653,7 @@ def test_a_split_file_is_read_and_must_fit(small: Path) -> None:
         read_data("Mnist", str(path))
     with pytest.raises(InputError, match=r"^dataset mnist: must be one of Mnist, Synthetic, Cifar"):
         read_data("mnist")
-    with pytest.raises(InputError, match=r"^split no/such.npz: No such file"):
+    with pytest.raises(InputError, match=r"^split no/such.npz: no such file"):
         read_data("Mnist", "no/such.npz")
 
 

@@ -33,7 +33,7 @@ SIGNATURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}
 def write(path, accuracy, evaluates="global", repetition=0, status="finished", **changes):
     """A result file whose losses are 1 - accuracy; `changes` go into the config."""
     config = CONFIG | changes
-    read = [key for key in config if key != "K" or config["algorithm"] == "pFedMe"]
+    read = [key for key in config if key not in ("K", "beta") or config["algorithm"] == "pFedMe"]
     accuracy = np.asarray(accuracy, float)
     identity = f"{hash(json.dumps({key: config[key] for key in read if key != 'times'})):x}"
     with h5py.File(path, "w") as file:
@@ -130,7 +130,7 @@ def test_global_and_personalised_are_two_curves_of_one_colour(tmp_path):
     write(tmp_path / "c_p_0.h5", [0.3, 0.4], "adapted", algorithm="PerAvg")
     found = curves(tmp_path)
     assert [curve.label for curve in found] == [
-        "PerAvg, adapted (n=1)",
+        "PerAvg, adapted, semantics=paper (n=1)",
         "pFedMe, local w_i, semantics=authors (n=1)",
         "pFedMe, global, semantics=paper (n=1)",
         "pFedMe, personalised theta, semantics=paper (n=1)",
@@ -153,9 +153,9 @@ def test_labels_name_exactly_the_options_that_differ(tmp_path):
     assert options == [
         ("FedAvg", "learning_rate=0.01"),
         ("FedAvg", "learning_rate=0.1"),
-        ("pFedMe", "beta=2"),
-        ("pFedMe", "beta=10"),
-        ("SCAFFOLD", ""),
+        ("pFedMe", "learning_rate=0.005, beta=2"),
+        ("pFedMe", "learning_rate=0.005, beta=10"),
+        ("SCAFFOLD", "learning_rate=0.005"),
     ]
 
 
@@ -403,7 +403,7 @@ def test_axes_follow_the_data(tmp_path):
 
 def test_drawing_one_point_and_many_curves(tmp_path):
     for beta in range(16):
-        write(tmp_path / f"a{beta}_0.h5", [0.1], beta=beta)
+        write(tmp_path / f"a{beta}_0.h5", [0.1], beta=beta, algorithm="pFedMe")
     lines = plots.draw(curves(tmp_path)).axes[0].get_lines()
     assert all(line.get_marker() for line in lines)
     assert len({(line.get_color(), line.get_marker()) for line in lines}) > 14

@@ -149,7 +149,7 @@ class Config:
     numusers: int = _option(5, _COUNT, "users sampled per round")
     times: int = _option(1, _Number(int, 1, 10**6), "repetitions")
     repetition: int | None = _option(
-        None, _Number(int, 0, 10**6), "run this repetition (from 0) alone"
+        None, _Number(int, 0, 10**6), "run this one of the --times repetitions, counted from 0"
     )
     seed: int = _option(0, _Number(int, 0, 2**32 - 1), "seed of initial model, sampling, batches")
     optimizer: str = _option(
@@ -227,7 +227,7 @@ class Config:
         if self.repetition is not None and self.repetition >= self.times:
             raise InputError(
                 f"--repetition {self.repetition}: --times {self.times} has repetitions "
-                f"0 to {self.times - 1}"
+                f"0 to {self.times - 1}; raise --times"
             )
         self.server_class.check(self)
 
@@ -283,6 +283,11 @@ FILES = {
         "--gpu, --block_size, --threads, --eval_every)",
     ),
 }
+
+
+# What other projects call some options.
+COMMON = {"--lr": "--learning_rate", "--rounds": "--num_global_iters", "--epochs": "--local_epochs"}
+COMMON |= {"--clients": "--numusers", "--lambda": "--lamda", "--alpha": "--learning_rate"}
 
 
 def parse_value(name: str, text: str, where: str) -> object:
@@ -374,8 +379,8 @@ def _check_names(argv: Sequence[str]) -> None:
     for word in argv:
         name = word.split("=")[0]
         if name.startswith("--") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; see --help"
+            near = COMMON.get(name) or next(iter(difflib.get_close_matches(name, known[:-1])), "")
+            hint = f"; did you mean {near}?" if near else "; see --help"
             raise InputError(f"{name}: unknown option{hint}")
 
 

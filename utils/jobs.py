@@ -121,6 +121,8 @@ def run_job(config: Config, given: Iterable[str]) -> int:
     """All repetitions of a job; 0, or 1 if one diverged, or 130 after Ctrl-C."""
     for line in notices(config, given):
         say(f"notice: {line}")
+    if "gpu" not in given and not torch.cuda.is_available():
+        config = dataclasses.replace(config, gpu=-1)
     job = prepare(config, *read_data(config.dataset, config.split))
     check_writable(job.path(True, "avg"))
     started = time.monotonic()
@@ -180,16 +182,17 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show) -> int:
 def report(job: Job, seconds: float) -> None:
     """Average what is finished and print where everything is, with the tables."""
     config = job.config
+    printed = []
     for personal in [False, True] if config.primary else [False]:
         wanted = [job.path(personal, i) for i in range(config.times)]
         done = [path for path in wanted if finished(path)]
-        shown = list(done)
-        if len(done) == len(wanted):
-            shown.append(job.path(personal, "avg"))
-            average(done, shown[-1])
         what = f"personalised ({config.primary})" if personal else "global model"
-        for line in summary(done, f"{config.algorithm}, {what}, test accuracy %"):
-            print(line)
-        for path in shown:
-            print(f"  {path}")
-    print(f"{seconds:.1f} s; figure and table: python main_plot.py")
+        printed += summary(done, f"{config.algorithm}, {what}, test accuracy %")
+        if len(done) == len(wanted):
+            average(done, job.path(personal, "avg"))
+            done = [*done, job.path(personal, "avg")]
+        printed += [f"  {path}" for path in done]
+    plot = "python main_plot.py"
+    if config.results_dir != Config.results_dir:
+        plot += f" --results_dir {config.results_dir}"
+    print("\n".join([*printed, f"{seconds:.1f} s; figure and table: {plot}"]))

@@ -63,9 +63,17 @@ def read_data(dataset: str, split: str = "default") -> tuple[Source, Split]:
         return source, published(source.y)
     if split == "default":
         return _default(dataset)
-    if Path(split).is_dir():
-        return _read_leaf(dataset, Path(split))
-    loaded = Split.load(split)
+    homes = (Path(), ROOT, DATA / dataset / "split")
+    path = next((p for p in (home / split for home in homes) if p.exists()), None)
+    if path is None:
+        there = ", ".join(sorted(p.stem for p in (DATA / dataset / "split").glob("*.npz")))
+        raise InputError(
+            f"split {split}: no such file or folder; beside default and published there are, in "
+            f"data/{dataset}/split: {there or 'none, see data/' + dataset}"
+        )
+    if path.is_dir():
+        return _read_leaf(dataset, path)
+    loaded = Split.load(path)
     made_for = loaded.manifest.get("dataset")
     if made_for != dataset:
         raise InputError(f"split {split}: made for dataset {made_for}, not for {dataset}")

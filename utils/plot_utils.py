@@ -34,9 +34,11 @@ EVALUATED = {"theta": "personalised theta", "local": "local w_i"}
 # utils.config would bring torch along.
 SWITCHES = {"inner_weight_decay", "theta_start", "weighting", "personal", "batches"}
 SWITCHES |= {"peravg_update", "adapt", "shared_init"}
+# Said elsewhere in the figure and the table.
+APART = {"dataset", "model", "algorithm", "num_global_iters"}
 # These change no numbers.
 SETUP = {"times", "repetition", "optimizer", "gpu", "block_size", "threads", "results_dir"}
-SETUP |= {"save_every", "save_models"}
+SETUP |= {"save_every", "save_models", "jobs", "lockstep", "state_device"}
 # Okabe and Ito's colours without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("", "s", "^", "v", "D", "P")
@@ -269,22 +271,31 @@ def _average(runs: list[Run], options: str) -> Curve:
 
 
 def _describe(runs: list[Run]) -> dict[str, str]:
-    """Per identity, the options that tell it from the other configurations of its algorithm."""
+    """Per identity, the options that tell it from the other curves of its figure.
+
+    Options that all algorithms read are compared over the whole figure, the others among the
+    configurations of one algorithm.
+    """
     labels = {}
-
-    def algorithm(run: Run) -> tuple:
-        return *run.group, run.config["algorithm"]
-
-    for _, members in groupby(sorted(runs, key=algorithm), key=algorithm):
-        labels.update(_tell_apart({run.identity: run for run in members}))
+    for _, members in groupby(sorted(runs, key=lambda r: r.group), key=lambda r: r.group):
+        figure = list(members)
+        everywhere = [o for o in figure[0].options if all(o in r.options for r in figure)]
+        shared = _differing([r.config for r in figure], set(everywhere) - SWITCHES - APART)
+        shared = [option for option in everywhere if option in shared]
+        by_algorithm: dict[str, dict[str, Run]] = {}
+        for run in figure:
+            by_algorithm.setdefault(run.config["algorithm"], {})[run.identity] = run
+        for same in by_algorithm.values():
+            labels.update(_tell_apart(same, shared))
     return labels
 
 
-def _tell_apart(runs: dict[str, Run]) -> dict[str, str]:
+def _tell_apart(runs: dict[str, Run], shared: list[str]) -> dict[str, str]:
     read = dict.fromkeys(option for run in runs.values() for option in run.options)
     every = dict.fromkeys(option for run in runs.values() for option in run.config)
     for keys in (read, every):
-        names = _differing([run.config for run in runs.values()], keys)
+        own = _differing([run.config for run in runs.values()], keys)
+        names = list(dict.fromkeys([*shared, *own]))
         labels = {
             identity: ", ".join(f"{name}={_show(run.config.get(name))}" for name in names)
             for identity, run in runs.items()

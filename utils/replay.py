@@ -90,6 +90,9 @@ def _partner(file: h5py.File, path: str) -> Path:
 
 
 def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
+    repetition = file.attrs.get("repetition", 0)
+    if repetition == "avg":
+        raise ValueError("it is an average; name a repetition's file")
     values = {RENAMED.get(k, k): v for k, v in json.loads(file.attrs["config"]).items()}
     ours = "schema" in file.attrs
     if ours and file.attrs["schema"] != SCHEMA:
@@ -97,7 +100,7 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
     manifest = json.loads(file.attrs["manifest"]) if ours else GOLDEN_MANIFEST
     values = values if ours else GOLDEN | values
     selected = _selected(file["selected_users"][()])
-    repetition = int(file.attrs.get("repetition", 0))
+    repetition = int(repetition)
     texts = {k: str(v) for k, v in values.items() if k in FIELDS and v is not None}
     texts["save_models"] = "false"  # a replay compares what was evaluated
     parsed = {k: parse_value(k, v, f"--replay {path}: {k}") for k, v in texts.items()}

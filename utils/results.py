@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -130,7 +131,7 @@ class Recorder:
         self.identity |= identity(config, split)
         self.facts, self.progress = facts, progress
         self.started, self.clock = datetime.now(timezone.utc), time.monotonic()
-        self.saved = self.clock
+        self.saved = -math.inf  # the first round is saved at once, to be looked at
         self.main: list[tuple[int, Metrics]] = []
         self.personal: list[tuple[int, dict[str, Metrics]]] = []
         self.selected: list[np.ndarray] = []

@@ -38,9 +38,12 @@ class PerAvg(Server):
 
     @classmethod
     def warnings(cls, config) -> list[str]:
-        if config.hessian != "hf" and config.hf_delta != type(config).hf_delta:
-            return [f"--hf_delta {config.hf_delta:g} has no effect without --hessian hf"]
-        return []
+        idle = config.hessian != "hf" and config.hf_delta != type(config).hf_delta
+        lines = {
+            f"--hf_delta {config.hf_delta:g} has no effect without --hessian hf": idle,
+            f"--beta {config.beta:g} is its step; published: 0.001 to 0.003": config.beta >= 1,
+        }
+        return [line for line, applies in lines.items() if applies]
 
     def round(self) -> None:
         mean = WeightedMean()

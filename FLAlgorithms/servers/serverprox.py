@@ -22,3 +22,7 @@ class FedProx(FedAvg):
     user_class = UserProx
     options = (*FedAvg.options, "mu")
     step_options = (*FedAvg.step_options, "mu")
+
+    @classmethod
+    def warnings(cls, config) -> list[str]:
+        return [] if config.mu else ["--mu 0: FedProx without its proximal term is FedAvg"]

@@ -25,11 +25,7 @@ class UserPerAvg(User):
 
     @property
     def draws(self) -> int:
-        return 2 if self.config.hessian == "fo" or self.two_step else 3
-
-    @property
-    def two_step(self) -> bool:
-        return self.config.peravg_update == "two_step"
+        return 2 if self.config.hessian == "fo" else 3
 
     def train(self) -> None:
         alpha, beta = self.config.learning_rate, self.config.beta
@@ -39,7 +35,7 @@ class UserPerAvg(User):
             self.backward(d)
             inner.step(self.active)  # w~ = w - alpha g(w; D)
             self.backward(d1)  # v = g(w~; D')
-            if not self.two_step:
+            if self.config.peravg_update == "restore":
                 assign_(self.params, w)
             if d2:
                 v = self.gradients()
