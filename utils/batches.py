@@ -8,7 +8,7 @@ trains, in which order or in which block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -77,15 +77,20 @@ class Plan:
     widths: list[int]  # of each user: rows of its own widest minibatch
     counts: np.ndarray  # (steps, draws, *block): real samples of each minibatch
     active: Tensor  # (steps, *block): 1 while a user still has steps to do
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # x of each draw, reused every step
 
     def batch(self, data: FederatedData, step: int, draw: int) -> Batch:
-        """Gather one minibatch; one user alone gets it without padding."""
+        """Gather one minibatch, good until the next step; one user alone gets it unpadded."""
         rows, weight = self.rows[step, draw], self.weight[step, draw]
         if rows.dim() == 1:
             count = int(self.counts[step, draw])
             rows, weight = rows[:count], weight[:count]
         flat = rows.flatten()
-        x = data.x.index_select(0, flat).view(*rows.shape, *data.x.shape[1:])
+        into = self.buffers.get(draw)
+        if into is None or len(into) != len(flat):
+            into = self.buffers[draw] = data.x.new_empty((len(flat), *data.x.shape[1:]))
+        torch.index_select(data.x, 0, flat, out=into)
+        x = into.view(*rows.shape, *data.x.shape[1:])
         return Batch(x, data.y.index_select(0, flat).view(rows.shape), weight)
 
     def active_at(self, step: int) -> float | Tensor:

@@ -349,8 +349,9 @@ class Server:
     # ---- divergence
 
     def _check_finite(self, user: User) -> None:
-        losses = torch.broadcast_to(torch.as_tensor(user.loss_sum), user.block)
-        bad = (~torch.isfinite(losses)).reshape(-1).cpu().numpy()
+        # A loss that is not finite leaves a gradient, and so a model, that is not.
+        sums = torch.stack([p.detach().flatten(len(user.block)).sum(-1) for p in user.params])
+        bad = (~torch.isfinite(sums.sum(0))).reshape(-1).cpu().numpy()
         for (run, i), lost in zip(cells(user.ids), bad, strict=True):
             if lost:
                 self._diverged(run, f"the training loss of user {i} is not finite")

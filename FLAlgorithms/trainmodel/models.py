@@ -7,6 +7,7 @@ runs on stacked parameters unchanged (see stacked.py).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -22,7 +23,6 @@ class Classifier(nn.Module):
 
     lockstep = False
     flat = False  # takes vectors: the data are flattened once, when read
-    first = ""  # the Linear layer that sees the inputs themselves, if there is one
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of every sample, shape of y."""
@@ -35,33 +35,27 @@ class Classifier(nn.Module):
         return logits.argmax(-1) == y
 
 
-class Mclr(Classifier):
-    """Multinomial logistic regression: one linear layer, features -> classes."""
+class Mlp(Classifier):
+    """Linear layers fc1, fc2, ... with a ReLU between: mclr has one, dnn two."""
 
     lockstep = flat = True
-    first = "fc1"
 
-    def __init__(self, features: int, classes: int) -> None:
+    def __init__(self, *sizes: int) -> None:
+        """`sizes`: features, hidden widths, classes."""
         super().__init__()
-        self.fc1 = nn.Linear(features, classes)
+        for i, (before, after) in enumerate(itertools.pairwise(sizes), 1):
+            setattr(self, f"fc{i}", nn.Linear(before, after))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The linear layers in order."""
+        return list(self._modules.values())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc1(x)
-
-
-class Dnn(Classifier):
-    """Two linear layers with a ReLU between."""
-
-    lockstep = flat = True
-    first = "fc1"
-
-    def __init__(self, features: int, hidden: int, classes: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(features, hidden)
-        self.fc2 = nn.Linear(hidden, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.relu(self.fc1(x)))
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = F.relu(layer(x))
+        return last(x)
 
 
 class Dropout(nn.Module):
@@ -133,12 +127,11 @@ class CnnCifar(Classifier):
 
 
 def _mclr(shape: Sequence[int], classes: int) -> Classifier:
-    return Mclr(math.prod(shape), classes)
+    return Mlp(math.prod(shape), classes)
 
 
 def _dnn(shape: Sequence[int], classes: int) -> Classifier:
-    features = math.prod(shape)
-    return Dnn(features, 100 if len(shape) == 3 else 20, classes)
+    return Mlp(math.prod(shape), 100 if len(shape) == 3 else 20, classes)
 
 
 def _cnn(shape: Sequence[int], classes: int) -> Classifier:

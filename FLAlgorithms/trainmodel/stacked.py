@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from FLAlgorithms.trainmodel.models import Classifier, Dropout
+from FLAlgorithms.trainmodel.models import Classifier, Dropout, Mlp
 from utils.params import Scale
 
 
 class StackedLinear(nn.Module):
     """y = x W^T + b for many layers at once; W stays (*block, out, in): its gradient is contiguous.
 
-    Inputs are (*block, batch, in), or (batch, in) where all layers see the same ones.
+    Inputs are (*block, batch, in), or (batch, in) where all layers see the same ones. Inside a
+    training step all copies lie along one axis: inputs (copies, batch, in), outputs
+    (copies, out, batch).
     """
 
     def __init__(self, linear: nn.Linear, block: tuple) -> None:
@@ -30,21 +32,33 @@ class StackedLinear(nn.Module):
         self.block = block
         self.weight = _stack(linear.weight, block)
         self.bias = None if linear.bias is None else _stack(linear.bias, block)
-        self.product: Tensor | None = None  # x W^T, while FixedInput knows it
+        self.fixed: FixedInput | None = None  # stands in for the weight during its steps
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias
-        if self.product is not None:
-            return (self.product if bias is None else self.product + bias.unsqueeze(-1)).mT
         if x.dim() == 2:
-            out = F.linear(x, self.weight.flatten(0, -2), None if bias is None else bias.flatten())
+            bias = None if self.bias is None else self.bias.flatten()
+            out = F.linear(x, self.weight.flatten(0, -2), bias)
             return out.unflatten(1, (*self.block, -1)).movedim(0, -2)
-        weight, x = self.weight.flatten(0, -3), x.flatten(0, -3).mT
+        return self.outputs(x.flatten(0, -3)).mT.unflatten(0, self.block)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """(copies, batch, in) -> (copies, out, batch)."""
+        bias = None if self.bias is None else self.bias.flatten(0, -2).unsqueeze(2)
+        if self.fixed is not None:
+            product = self.fixed.product()
+            return product if bias is None else product.add_(bias)
         if bias is None:
-            out = torch.bmm(weight, x)
+            return torch.bmm(self.weight.flatten(0, -3), x.mT)
+        return torch.baddbmm(bias, self.weight.flatten(0, -3), x.mT)
+
+    def take(self, d: Tensor, x: Tensor) -> None:
+        """Leave the gradients that follow from the output's, d (copies, out, batch), in `.grad`."""
+        if self.bias is not None:
+            torch.sum(d, -1, out=_gradient(self.bias).flatten(0, -2))
+        if self.fixed is not None:
+            self.fixed.move(d)
         else:
-            out = torch.baddbmm(bias.flatten(0, -2).unsqueeze(2), weight, x)
-        return out.mT.unflatten(0, self.block)
+            torch.bmm(d, x, out=_gradient(self.weight).flatten(0, -3))
 
 
 class FixedInput:
@@ -84,32 +98,57 @@ class FixedInput:
         self.gram = torch.bmm(self.x, self.x.mT)
         self.a = torch.zeros_like(self.start)  # A^T, (copies, out, batch)
         self.m, self.s = 1.0, 0.0
+        layer.fixed, layer.weight.grad = self, None
 
-    @torch.no_grad()
-    def show(self) -> None:
-        """Give the layer its output for the current step, as a leaf of the graph."""
-        known = self.start * (self.m + self.s)
-        if self.anchor is not None:
+    def product(self) -> Tensor:
+        """X W_k^T, transposed: (copies, out, batch)."""
+        if self.anchor is None:
+            known = self.start * (self.m + self.s)
+        else:
             known = self.start * self.m + self.end * self.s
-        self.leaf = known.baddbmm_(self.a, self.gram, alpha=-1).requires_grad_()
-        with torch.enable_grad():
-            self.layer.product = self.leaf.unflatten(0, self.layer.block)
+        return known.baddbmm_(self.a, self.gram, alpha=-1)
 
-    @torch.no_grad()
-    def move(self) -> None:
+    def move(self, d: Tensor) -> None:
         """Take the step that the output's gradient asks for."""
-        self.a.mul_(self.keep).add_(self.leaf.grad * self.eta)
+        self.a.mul_(self.keep).add_(d * self.eta)
         self.m, self.s = self.keep * self.m, self.keep * self.s + self.pull
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Write the layer's weight."""
-        self.layer.product = None
+        self.layer.fixed = None
         if self.anchor is None:
             self.weight.mul_(self.m + self.s)
         else:
             self.weight.mul_(self.m).add_(self.anchor * self.s)
         self.weight.baddbmm_(self.a, self.x, alpha=-1)
+
+
+@torch.no_grad()
+def mlp_gradients(model: Mlp, x: Tensor, y: Tensor, weight: Tensor) -> None:
+    """The gradient of the copies' weighted cross-entropy in closed form, into `.grad`.
+
+    x (*block, batch, in), y and weight (*block, batch). The output's gradient is
+    (softmax - onehot) weight, and d_in = (W^T d_out) where the ReLU was open. About a third of
+    autograd's time per step for 20 users of MNIST mclr on a CPU.
+    """
+    layers = model.layers
+    inputs = [x.flatten(0, -3)]
+    for layer in layers[:-1]:
+        inputs.append(layer.outputs(inputs[-1]).relu_().mT)
+    weight = weight.flatten(0, -2).unsqueeze(1)
+    d = layers[-1].outputs(inputs[-1]).softmax(1).mul_(weight)
+    d.scatter_add_(1, y.flatten(0, -2).unsqueeze(1), -weight)
+    for i in reversed(range(len(layers))):
+        layers[i].take(d, inputs[i])
+        if i:
+            d = torch.bmm(layers[i].weight.flatten(0, -3).mT, d).mul_(inputs[i].mT > 0)
+
+
+def _gradient(p: Tensor) -> Tensor:
+    """The tensor of a parameter's gradient, made once and written again and again."""
+    if p.grad is None:
+        p.grad = torch.empty_like(p)
+    return p.grad
 
 
 class VmapModel(nn.Module):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from FLAlgorithms.trainmodel.models import Dropout
-from FLAlgorithms.trainmodel.stacked import FixedInput
+from FLAlgorithms.trainmodel.models import Dropout, Mlp
+from FLAlgorithms.trainmodel.stacked import FixedInput, mlp_gradients
 from utils.batches import Batch, Plan, Planner, cells, dropout_generator
 from utils.params import Params, add_, assign_, zeros_like
 
@@ -40,14 +40,13 @@ class User:
         self.model, self.block, self.config, self.planner = model, block, config, planner
         self.params: list[Tensor] = list(model.parameters())
         one = getattr(model, "one", model)
-        self.first = one.first if one is model else ""
+        self.closed_form = bool(block) and isinstance(model, Mlp)
         self.dropouts = [m for m in one.modules() if isinstance(m, Dropout)]
 
     def receive(self, ids: np.ndarray, round_number: int, params: Params) -> None:
         """Become the users `ids` (shape `block`) in a round, with the global parameters."""
         self.ids, self.round_number = ids, round_number
         assign_(self.params, params)
-        self.loss_sum: Tensor | float = 0.0
         self.active: Tensor | float = 1.0
 
     def train(self) -> None:
@@ -81,11 +80,12 @@ class User:
 
     def backward(self, batch: Batch) -> None:
         """Leave each user's gradient of its mean minibatch loss in its row of every `.grad`."""
+        if self.closed_form:
+            mlp_gradients(self.model, batch.x, batch.y, batch.weight)
+            return
         for p in self.params:
             p.grad = None
-        losses = self.losses(batch)
-        losses.sum().backward()
-        self.loss_sum = self.loss_sum + losses.detach()
+        self.losses(batch).sum().backward()
 
     def proximal_loop(
         self, batch: Batch, solver: Optimizer, anchor: Params, count: int, restart: bool
@@ -97,19 +97,16 @@ class User:
         """
         if restart:
             assign_(self.params, anchor, self.active)
-        layer = self.model.get_submodule(self.first) if self.block and self.first else None
-        if layer is None:
+        if not self.closed_form:
             yield from range(count)
             return
-        away = None
-        if not restart:
-            away = anchor[[p is layer.weight for p in self.params].index(True)]
-        fixed = FixedInput(layer, batch.x, away, solver, self.active)
-        for turn in range(count):
-            fixed.show()
-            yield turn
-            fixed.move()
-        fixed.finish()
+        # The first layer's weight is the first parameter.
+        away = None if restart else anchor[0]
+        with torch.no_grad():
+            fixed = FixedInput(self.model.layers[0], batch.x, away, solver, self.active)
+        yield from range(count)
+        with torch.no_grad():
+            fixed.finish()
 
     def losses(self, batch: Batch) -> Tensor:
         """The weighted mean loss of each user's minibatch, shape `block`."""
@@ -119,17 +116,20 @@ class User:
         return (batch.weight * each).sum(-1)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that `backward` left; the next `backward` makes new ones."""
-        return [p.grad for p in self.params]
+        """Take the gradients that `backward` left; the next `backward` makes new ones."""
+        found = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        return found
 
     def full_gradient(self) -> list[Tensor]:
         """Gradient of f_i over all of each user's train data at the current parameters."""
         plan = self.planner.full_pass(self.ids, 8 * self.config.batch_size)
         self.model.eval()
+        self.gradients()
         total = zeros_like(self.params)
         for step in range(len(plan.rows)):
             batch = self._batch(plan, step, 0, masks=False)
-            self.model.zero_grad(set_to_none=True)
             each = self.model.loss(self.model(batch.x), batch.y)
             (batch.weight * each).sum().backward()
             add_(total, self.gradients(), 1.0)
