@@ -1,6 +1,7 @@
 """The block engine against the reference engine, float64: the same numbers to 1e-12."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.func import functional_call
 
 from FLAlgorithms.servers import ALGORITHMS
+from FLAlgorithms.servers.serverbase import cut_blocks
 from FLAlgorithms.trainmodel.models import MODELS
 from FLAlgorithms.trainmodel.stacked import stacked
 from tests.toys import SHAPES, UNEQUAL, blobs, federation, flat, together, watched
@@ -232,3 +234,28 @@ def test_frozen_config():
 
 
 assert set(SHAPES) == set(MODELS)
+
+
+def test_blocks_are_cut_where_it_is_cheapest():
+    """Against all cuts of seven users; equal work is cut into full blocks."""
+    assert cut_blocks(np.full(7, 5), 3, 10.0) == [(0, 3), (3, 6), (6, 7)]
+    assert cut_blocks(np.zeros(0, dtype=int), 3, 1.0) == []
+    steps = np.array([1, 2, 2, 3, 40, 41, 300])
+
+    def cost(cuts, overhead):
+        return sum(steps[b - 1] * (overhead + b - a) for a, b in cuts)
+
+    for size in (1, 2, 4, 7):
+        for overhead in (0.0, 1.0, 30.0, 1e6):
+            found = cut_blocks(steps, size, overhead)
+            assert [a for a, _ in found] == [0, *(b for _, b in found[:-1])]
+            assert found[-1][1] == 7
+            assert all(0 < b - a <= size for a, b in found)
+            best = min(
+                cost(cuts, overhead)
+                for k in range(7)
+                for inner in itertools.combinations(range(1, 7), k)
+                for cuts in [list(itertools.pairwise([0, *inner, 7]))]
+                if all(b - a <= size for a, b in cuts)
+            )
+            assert cost(found, overhead) == best
