@@ -2,8 +2,8 @@
 
 One nn.Module per user, DataLoaders over (x, y) tuples, loss.backward(), optimizer.step(), and every
 user's train and test data evaluated through DataLoaders every round. Minibatches come in file
-order, weights by samples, so that with `--batches cyclic --weighting samples` the suite computes
-the same numbers (tests/test_benchmarks.py).
+order, so that with `--batches cyclic` and the same weights the suite computes the same numbers
+(tests/test_benchmarks.py).
 """
 
 from __future__ import annotations
@@ -158,6 +158,7 @@ class Textbook:
     """The server and its users; `seconds` adds up local training, evaluation and the rest."""
 
     user_class = TextbookUser
+    weighting = "samples"
 
     def __init__(self, config: Config, model: nn.Module, parts: list[tuple[list, list]]) -> None:
         """`parts[i]`: user i's train and test samples, lists of (x, y)."""
@@ -188,11 +189,12 @@ class Textbook:
 
     def average(self, users) -> None:
         """Weighted mean of the users' parameters."""
-        total = sum(self.users[i].num_samples for i in users)
+        weight = {"samples": lambda u: u.num_samples, "uniform": lambda u: 1}[self.weighting]
+        total = sum(weight(self.users[i]) for i in users)
         mean = [torch.zeros_like(p) for p in self.model.parameters()]
         for i in users:
             for m, p in zip(mean, self.users[i].model.parameters(), strict=True):
-                m.add_(p.data * self.users[i].num_samples / total)
+                m.add_(p.data * weight(self.users[i]) / total)
         for p, m in zip(self.model.parameters(), mean, strict=True):
             p.data = m
 
@@ -237,6 +239,7 @@ class PerAvg(Textbook):
 
 class Scaffold(Textbook):
     user_class = ScaffoldUser
+    weighting = "uniform"
 
     def round(self) -> None:
         if not hasattr(self, "control"):

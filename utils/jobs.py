@@ -28,7 +28,8 @@ class Job:
     """A configuration with its data on the device; `config` has every switch spelled out."""
 
     config: Config
-    source: Source
+    shape: tuple[int, ...]  # of one sample, as the models get it
+    classes: int
     split: Split
     data: FederatedData
     normalize: str
@@ -37,8 +38,8 @@ class Job:
         """The repetition's initial model."""
         model = build_model(
             self.config.model,
-            self.source.shape,
-            self.source.classes,
+            self.shape,
+            self.classes,
             self.config.initial_seed(repetition),
         )
         return model.to(self.data.x.device, self.data.x.dtype)
@@ -91,7 +92,7 @@ def prepare(config: Config, source: Source, split: Split) -> Job:
     data = federate(source, split, features(source, split, normalize), flat)
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
-    return Job(config, source, split, data, normalize)
+    return Job(config, source.shape, source.classes, split, data, normalize)
 
 
 def federate(source: Source, split: Split, x: np.ndarray, flat: bool = False) -> FederatedData:

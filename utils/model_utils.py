@@ -465,7 +465,7 @@ def features(source: Source, split: Split, normalize: str) -> np.ndarray:
     """
     _choose(normalize, NORMALIZE, "normalize")
     if normalize == "none":
-        return source.x.astype(np.float32)
+        return source.x.astype(np.float32, copy=False)
     mean, factor = NORMALIZE[normalize](source, split)
     out = np.empty(source.x.shape, np.float32)
     for rows in _chunks(np.arange(len(out)), source.x):

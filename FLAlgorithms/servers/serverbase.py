@@ -185,8 +185,12 @@ class Server:
 
     def run(self) -> None:
         """All rounds; raises Diverged as soon as no repetition is finite any more."""
-        rounds = self.config.num_global_iters
-        while self.round_number < rounds:
+        self.run_rounds(self.config.num_global_iters - self.round_number)
+        self._evaluate_global()
+
+    def run_rounds(self, count: int) -> None:
+        """`count` rounds, each evaluated as it is due."""
+        for _ in range(count):
             if not self.personal_at:
                 self._evaluate_global()
             if self.personal_at == "start" and (tally := self._tally()):
@@ -194,17 +198,13 @@ class Server:
                     self._look_at(user, tally, keep=False)
                 self._hand_over(tally)
             self.round()
-            finite = torch.stack(
-                [torch.isfinite(p).flatten(len(self.lead)).all(-1) for p in self.params]
-            )
-            for run in np.flatnonzero(~finite.all(0).reshape(-1).cpu().numpy()):
+            kept = [torch.isfinite(p).flatten(len(self.lead)).all(-1) for p in self.params]
+            for run in np.flatnonzero(~torch.stack(kept).all(0).reshape(-1).cpu().numpy()):
                 self._diverged(int(run), "the global model is no longer finite")
             self.round_number += 1
+            selected = self.selected.reshape(len(self.repetitions), -1)
             for run, observer in self._watching():
-                observer.round_done(
-                    self.round_number, self.selected.reshape(len(self.repetitions), -1)[run]
-                )
-        self._evaluate_global()
+                observer.round_done(self.round_number, selected[run])
 
     def state_dict(self, run: int = 0) -> dict[str, Tensor]:
         """The global model of a repetition: parameters and buffers by name."""

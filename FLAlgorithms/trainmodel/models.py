@@ -54,7 +54,7 @@ class Mlp(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         *hidden, last = self.layers
         for layer in hidden:
-            x = F.relu(layer(x))
+            x = layer(x).relu_()
         return last(x)
 
 
