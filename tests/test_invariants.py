@@ -267,3 +267,32 @@ def test_momentum_does_not_leak_between_users_or_rounds():
     server.sample()
     a, b = (flat(r.params).clone() for i in (0, 1) for r in server.trained([i]))
     assert torch.equal(a, b)
+
+
+@EVERY
+def test_state_kept_elsewhere_changes_nothing(algorithm):
+    usual = federation(algorithm, block_size=3)
+    apart = federation(algorithm, block_size=3, state_device="cpu")
+    usual.run()
+    apart.run()
+    assert torch.equal(flat(usual.params), flat(apart.params))
+    assert all(p.device.type == "cpu" for bank in apart.bank.values() for p in bank)
+
+
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a != "pFedMe"])
+def test_a_round_touches_the_sampled_users_alone(algorithm, monkeypatch):
+    """Two thousand users, five sampled: minibatches are drawn for five."""
+    data = blobs(train=[3] * 2000)
+    server = federation(algorithm, data=data, numusers=5, eval_every=0, block_size=5)
+    drawn = []
+    draw = server.planner._draw
+    monkeypatch.setattr(
+        server.planner,
+        "_draw",
+        lambda stream, run, user, *a: drawn.append(user) or draw(stream, run, user, *a),
+    )
+    server.round()
+    assert sorted(drawn) == server.selected.tolist()
+    for bank in server.bank.values():
+        moved = torch.stack([p.flatten(1).ne(0).any(1) for p in bank]).any(0)
+        assert moved.nonzero().flatten().tolist() == server.selected.tolist()

@@ -34,6 +34,8 @@ BLOCK_PARAMETERS = 2_000_000
 # What a block's step costs beside its users' arithmetic, in parameters: 127 us for one user of
 # Synthetic mclr, 5 us for each one more.
 STEP_OVERHEAD = 15_000
+# With unequal work the shapes of blocks change from round to round; so many are kept.
+KEPT_BLOCKS = 8
 
 
 class Diverged(Exception):
@@ -242,16 +244,22 @@ class Server:
         for start, stop in cut_blocks(longest, self.block_size or 1, self._step_overhead):
             group = ids[..., start:stop] if self.block_size else ids[..., start]
             block = group.shape
-            if block not in self._users:
-                model = stacked(self.model, block) if block else copy.deepcopy(self.model)
-                self._users[block] = self.user_class(model, block, self.config, self.planner)
-            user = self._users[block]
+            user = self._users_of(block)
             user.receive(group, self.round_number, self._spread(self.params))
             assign_(list(user.model.buffers()), self.buffers)
             for name, bank in self.bank.items():
                 mine = [rows[self._rows(user)] for rows in bank]
                 setattr(user, name, [rows.to(self.params[0].device, copy=True) for rows in mine])
             yield user
+
+    def _users_of(self, block: tuple) -> User:
+        """The block object of this shape; the last few shapes are kept."""
+        if block not in self._users:
+            if len(self._users) == KEPT_BLOCKS:
+                self._users.pop(next(iter(self._users)))
+            model = stacked(self.model, block) if block else copy.deepcopy(self.model)
+            self._users[block] = self.user_class(model, block, self.config, self.planner)
+        return self._users[block]
 
     def _rows(self, user: User) -> object:
         """Where the block's users are in a (*lead, N, ...) tensor."""
