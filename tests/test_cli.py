@@ -317,9 +317,11 @@ def test_ctrl_c_keeps_what_was_measured(times, jobs, lockstep, leaf):
         run.kill()
     assert run.returncode == 130, err
     assert b"Traceback" not in err
-    assert b"--repetition i" in err
-    paths = list(out.iterdir())
+    assert b"--resume goes on from here" in err
+    assert len(list(out.glob("*.ckpt"))) == times
+    paths = list(out.glob("*.h5"))
     assert len(paths) == 2 * times
+    assert len(list(out.iterdir())) == 3 * times
     for path in paths:
         with h5py.File(path) as file:
             assert file.attrs["status"] == "interrupted"

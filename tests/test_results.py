@@ -203,7 +203,7 @@ def test_an_interrupted_run_is_kept_but_replaces_no_finished_one(leaf, monkeypat
     with h5py.File(path) as file:
         assert file.attrs["status"] == "interrupted"
         assert len(file["rs_glob_acc"]) == 1
-    assert "--repetition i" in capsys.readouterr().err
+    assert "--resume goes on from here" in capsys.readouterr().err
     run_main(leaf)
     finished = path.read_bytes()
     with monkeypatch.context() as patch:
@@ -212,9 +212,11 @@ def test_an_interrupted_run_is_kept_but_replaces_no_finished_one(leaf, monkeypat
     assert path.read_bytes() == finished
     kept = files(out, "*.part")
     assert len(kept) == 2
+    assert len(files(out, "*.ckpt")) == 1
     assert str(kept[0]) in capsys.readouterr().err
     run_main(leaf)
     assert not files(out, "*.part")
+    assert not files(out, "*.ckpt")
 
 
 def test_a_diverged_run_keeps_its_curve(leaf, capsys):
@@ -513,3 +515,94 @@ def test_replay_without_test_samples(leaf):
     assert code == 0
     (path,) = files(out, "*pFedMe_0.005*_0.h5")
     assert main.main(["--replay", str(path), "--gpu", "-1"]) == 0
+
+
+# ---- checkpoints
+
+
+class StopAfter:
+    """Stands in for Ctrl-C: stops at the end of a given round, once."""
+
+    def __init__(self, rounds: int) -> None:
+        self.left = rounds
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.left = -1
+
+    def pause(self):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+WAYS = [["--block_size", "0"], [], ["--lockstep", "yes"]]
+
+
+@pytest.mark.parametrize("semantics", ["paper", "authors", "authors2020"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_stopped_and_resumed_is_bitwise_the_same(
+    algorithm, way, semantics, leaf, tmp_path, monkeypatch, capsys
+):
+    words = ["--algorithm", algorithm, "--semantics", semantics, "--num_global_iters", "6"]
+    words += ["--momentum", "0" if algorithm == "SCAFFOLD" else "0.5", "--times", "2", *way]
+    words += ["--server_momentum", "0.5", "--mu", "0.1", "--save_models", "--eval_every", "2"]
+    _, out = run_main(leaf, *words)
+    again = tmp_path / "again"
+    words += ["--results_dir", str(again)]
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.jobs.Interrupts", lambda: StopAfter(3))
+        assert run_main(leaf, *words)[0] == 130
+    assert files(again, "*.ckpt")
+    capsys.readouterr()
+    assert run_main(leaf, *words, "--resume")[0] == 0
+    assert "resumed after round 3" in capsys.readouterr().err
+    assert not files(again, "*.ckpt")
+    names = [path.name for path in files(out, "*.h5")]
+    assert names == [path.name for path in files(again, "*.h5")]
+    for name in names:
+        assert same(read(out / name), read(again / name)), name
+
+
+def test_resume_keeps_what_is_finished(leaf, capsys):
+    _, out = run_main(leaf, "--times", "3")
+    before = {path: path.stat().st_mtime_ns for path in files(out, "*_[01].h5")}
+    for path in files(out, "*_2.h5"):
+        path.unlink()
+    assert run_main(leaf, "--times", "3", "--resume")[0] == 0
+    assert "2 finished repetitions are kept" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in files(out, "*_[01].h5")}
+    assert len(files(out, "*_2.h5")) == 2
+    assert run_main(leaf, "--times", "3", "--resume")[0] == 0
+    assert "3 finished repetitions are kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(schema=9), "has schema 9, this job 1"),
+        (lambda c: c.update(split="other"), "has split other, this job "),
+        (lambda c: c.update(configuration="{}"), "has configuration {}, this job "),
+        (lambda c: c.pop("split"), "damaged or no checkpoint"),
+        (None, "damaged or no checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(change, message, leaf, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.jobs.Interrupts", lambda: StopAfter(1))
+        _, out = run_main(leaf)
+    (path,) = files(out, "*.ckpt")
+    if change is None:
+        path.write_bytes(path.read_bytes()[:200])
+    else:
+        content = torch.load(path, weights_only=True)
+        change(content)
+        torch.save(content, path)
+    capsys.readouterr()
+    assert run_main(leaf, "--resume")[0] == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err

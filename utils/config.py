@@ -219,6 +219,9 @@ class Config:
     dtype: str = _option("float32", _Choice(("float32", "float64")), "number type")
     results_dir: str = _option("results", _Text(), "folder of the result files")
     save_every: float = _option(30.0, _STEP, "seconds between saves of an unfinished run")
+    resume: bool = _option(
+        False, _Flag(), "go on from checkpoints; repetitions that are finished are kept"
+    )
     save_models: bool = _option(
         False, _Flag(), "store the personalised models in the `_p` result file"
     )
@@ -270,7 +273,7 @@ ALGORITHM_FIELDS = frozenset().union(*(cls.options for cls in ALGORITHMS.values(
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
 NOT_NUMBERS = frozenset(
     "times repetition optimizer semantics split gpu block_size threads jobs lockstep state_device "
-    "results_dir save_every save_models".split()
+    "results_dir save_every save_models resume".split()
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from utils.errors import InputError
 from utils.model_utils import Source, default_normalize, features, read_data
 from utils.parallel import run_parallel
 from utils.partition import Split
-from utils.progress import Progress, Show, Watch
+from utils.progress import Interrupts, Progress, Show, Watch
 from utils.results import Recorder, average, check_writable, finished, result_path, summary
 
 
@@ -49,6 +49,11 @@ class Job:
         one = isinstance(repetition, int)
         model = self.model(repetition) if one else [self.model(i) for i in repetition]
         return self.config.server_class(self.config, self.data, model, repetition, **extra)
+
+    def is_finished(self, repetition: int) -> bool:
+        """Whether the repetition's files hold whole runs."""
+        kinds = [False, True] if self.config.primary else [False]
+        return all(finished(self.path(personal, repetition)) for personal in kinds)
 
     @property
     def lockstep(self) -> bool:
@@ -130,39 +135,55 @@ def run_job(config: Config, given: Iterable[str]) -> int:
     try:
         code = _run_all(job)
     except KeyboardInterrupt:
-        say("interrupted; finished repetitions are kept, --repetition i runs one again")
+        say("interrupted; the same command with --resume goes on from here")
         return 130
     report(job, time.monotonic() - started)
     return code
 
 
 def _run_all(job: Job) -> int:
-    config, repetitions = job.config, list(job.config.repetitions)
+    config = job.config
+    repetitions = [r for r in config.repetitions if not (config.resume and job.is_finished(r))]
+    if len(repetitions) < len(config.repetitions):
+        say(f"{len(config.repetitions) - len(repetitions)} finished repetitions are kept")
+    if not repetitions:
+        return 0
     hands = min(config.jobs, len(repetitions)) if job.lockstep else len(repetitions)
     groups = [repetitions[i::hands] for i in range(hands)]
     if config.jobs > 1 and hands > 1:
         return run_parallel(job, groups)
     code = 0
-    for group in groups:
-        progress = Progress(job.label(group), config.num_global_iters)
-        try:
-            code = max(code, run_repetitions(job, group, progress.show))
-        finally:
-            progress.close()
+    with Interrupts() as interrupts:
+        for group in groups:
+            progress = Progress(job.label(group), config.num_global_iters)
+            try:
+                code = max(code, run_repetitions(job, group, progress.show, interrupts.pause))
+            finally:
+                progress.close()
     return code
 
 
-def run_repetitions(job: Job, repetitions: list[int], show: Show) -> int:
+def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callable[[], None]) -> int:
     """Some repetitions in lockstep, or one; 0, or 1 if one diverged.
 
-    Whatever ends them, what was measured is written.
+    Whatever ends them, what was measured is written. With `--resume` they go on from their
+    checkpoints; repetitions in lockstep whose checkpoints differ in their round go on one by one.
     """
     together = len(repetitions) > 1
-    server = job.server(repetitions if together else repetitions[0])
     watch = Watch(lambda done, text: show(repetitions[0], done, text))
     recorders = [job.recorder(r, watch if r == repetitions[0] else None) for r in repetitions]
+    saved = [recorder.load_checkpoint() for recorder in recorders] if job.config.resume else []
+    if len({checkpoint["server"]["round"] if checkpoint else 0 for checkpoint in saved}) > 1:
+        return max(run_repetitions(job, [r], show, pause) for r in repetitions)
+    server = job.server(repetitions if together else repetitions[0])
+    server.pause = pause
     for recorder in recorders:
         recorder.attach(server)
+    for recorder, checkpoint in zip(recorders, saved, strict=False):
+        if checkpoint:
+            recorder.restore(checkpoint)
+            done = server.round_number
+            say(f"{job.label([recorder.repetition])}: resumed after round {done}")
     status = "interrupted"
     try:
         server.run()

@@ -77,9 +77,11 @@ def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, st
     job = prepare(config, *read_data(config.dataset, config.split))
     told = dict.fromkeys(config.repetitions, 0.0)
 
-    def show(repetition: int, round_number: int, text: str) -> None:
+    def pause() -> None:
         if stop.is_set():
             raise KeyboardInterrupt
+
+    def show(repetition: int, round_number: int, text: str) -> None:
         now = time.monotonic()
         last = round_number == config.num_global_iters
         if last or now - told[repetition] >= SECONDS_BETWEEN_NEWS:
@@ -88,6 +90,6 @@ def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, st
 
     try:
         for group in hand:
-            news.put(("code", run_repetitions(job, group, show)))
+            news.put(("code", run_repetitions(job, group, show, pause)))
     except KeyboardInterrupt:
         news.put(("code", 130))

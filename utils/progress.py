@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +39,31 @@ class Watch:
 
     def _tell(self, round_number: int) -> None:
         self.show(round_number, ", ".join(f"{name} {value}" for name, value in self.known.items()))
+
+
+class Interrupts:
+    """Ctrl-C waits for the end of the round, so that nothing is torn; a second one does not."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Interrupts:
+        self.before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.before)
+
+    def _ask(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        say("interrupt: stopping at the end of this round (again: at once)")
+
+    def pause(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
+        if self.asked:
+            raise KeyboardInterrupt
 
 
 class Progress:

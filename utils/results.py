@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import platform
 import time
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ from FLAlgorithms.servers.serverbase import Server
 from utils.config import NOT_NUMBERS, Config
 from utils.errors import InputError
 from utils.model_utils import is_default
-from utils.partition import Split
+from utils.partition import PARTS, Split
 
 if TYPE_CHECKING:
     from utils.progress import Watch
@@ -89,11 +90,17 @@ def digest(values: dict[str, object]) -> str:
 @contextmanager
 def atomic_h5(path: Path):
     """An .h5 file to write; it appears under `path`, whole, when the block ends without error."""
+    with replacing(path) as beside, h5py.File(beside, "w") as file:
+        yield file
+
+
+@contextmanager
+def replacing(path: Path):
+    """A name to write to; it becomes `path` when the block ends without error."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with h5py.File(beside, "w") as file:
-            yield file
+        yield beside
         os.replace(beside, path)
     except OSError as error:
         reason = error.strerror or str(error).splitlines()[0]
@@ -174,6 +181,7 @@ class Recorder:
         What is not finished never replaces what is: it goes into NAME.h5.part beside it.
         """
         self.saved = time.monotonic()
+        self._save_checkpoint(status)
         parts = {p: path.with_name(path.name + ".part") for p, path in self.paths.items()}
         beside = status != "finished" and any(finished(path) for path in self.paths.values())
         written = self._write(parts if beside else self.paths, status)
@@ -181,6 +189,62 @@ class Recorder:
             for part in parts.values():
                 part.unlink(missing_ok=True)
         return written
+
+    def _save_checkpoint(self, status: str) -> None:
+        path = self.checkpoint_path
+        if status in ("finished", "diverged"):
+            path.unlink(missing_ok=True)
+            return
+        content = {
+            "schema": SCHEMA,
+            "configuration": json.dumps(self.identity, sort_keys=True),
+            "split": self.split.hash,
+            "server": self.server.checkpoint(self.run),
+            "main": _pack([(r, {"": m}) for r, m in self.main]),
+            "personal": _pack(self.personal),
+            "selected": [torch.from_numpy(np.asarray(s)) for s in self.selected],
+            "init": {n: torch.from_numpy(v) for n, v in self.init.items()},
+        }
+        with replacing(path) as beside:
+            torch.save(content, beside)
+
+    def load_checkpoint(self) -> dict | None:
+        """The checkpoint of this repetition, if there is one; InputError if it does not fit."""
+        path = self.checkpoint_path
+        if not path.exists():
+            return None
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            wanted = {
+                "schema": SCHEMA,
+                "configuration": json.dumps(self.identity, sort_keys=True),
+                "split": self.split.hash,
+            }
+            for key, value in wanted.items():
+                if found[key] != value:
+                    raise InputError(f"--resume: {path} has {key} {found[key]}, this job {value}")
+            return found | {"server": dict(found["server"])}
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError):
+            raise InputError(
+                f"--resume: {path} is damaged or no checkpoint; delete it to start again"
+            ) from None
+
+    def restore(self, checkpoint: dict) -> None:
+        """Put the server and the curves back to where the checkpoint was taken."""
+        self.server.restore(checkpoint["server"], self.run)
+        sizes = self.server.data.sizes
+        # What was evaluated before the next round is evaluated again.
+        done = self.server.round_number
+        main = [(r, m[""]) for r, m in _unpack(checkpoint["main"], sizes)]
+        self.main = [(r, m) for r, m in main if r < done]
+        self.personal = [e for e in _unpack(checkpoint["personal"], sizes) if e[0] < done]
+        self.selected = [s.numpy() for s in checkpoint["selected"]]
+        self.init = {n: v.numpy() for n, v in checkpoint["init"].items()}
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """Beside the result file."""
+        return self.paths[False].with_suffix(".ckpt")
 
     def _write(self, paths: dict[bool, Path], status: str) -> list[Path]:
         written = [paths[False]]
@@ -246,6 +310,39 @@ class Recorder:
         for name, rows in self.server.personal_models(self.run).items():
             for user, value in zip(self.split.users, rows.cpu().numpy(), strict=True):
                 file[f"personal/{user}/{name}"] = value
+
+
+def _pack(entries: Sequence[tuple[int, dict[str, Metrics]]]) -> dict[str, object]:
+    """Metrics as tensors: per model and part, (entries, 2, N)."""
+    names = entries[0][1] if entries else {}
+    rows = {
+        name: {
+            part: torch.from_numpy(
+                np.stack([[m[name].correct[part], m[name].loss[part]] for _, m in entries])
+            )
+            for part in PARTS
+        }
+        for name in names
+    }
+    return {"rounds": [r for r, _ in entries], "models": rows}
+
+
+def _unpack(packed: dict, sizes: dict[str, np.ndarray]) -> list[tuple[int, dict[str, Metrics]]]:
+    models = packed["models"].items()
+    return [
+        (
+            r,
+            {
+                name: Metrics(
+                    correct={part: rows[part][i, 0].numpy() for part in PARTS},
+                    loss={part: rows[part][i, 1].numpy() for part in PARTS},
+                    sizes=sizes,
+                )
+                for name, rows in models
+            },
+        )
+        for i, r in enumerate(packed["rounds"])
+    ]
 
 
 def _write_group(file: h5py.File, group: str, values: dict[str, np.ndarray]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -64,7 +64,8 @@ class Server:
     `options`: the Config fields the algorithm reads beyond the common ones. `overrides`: its own
     defaults of the semantics' switches. `personal_at`: when personalised models are evaluated,
     "start" (adapted from w_t before training) or "trained" (as they come out of local training).
-    `step_options`: what to look at when a run diverges, the likeliest first.
+    `step_options`: what to look at when a run diverges, the likeliest first. `state`: attributes of
+    the server, lists of global tensors, that survive rounds.
     """
 
     user_class: ClassVar[type[User]]
@@ -72,6 +73,7 @@ class Server:
     overrides: ClassVar[dict[str, dict[str, object]]] = {}
     personal_at: ClassVar[str] = ""
     step_options: ClassVar[tuple[str, ...]] = ("learning_rate",)
+    state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class Server:
         self.buffers = list(self.model.buffers())
         self.everyone = np.broadcast_to(np.arange(data.num_users), (*self.lead, data.num_users))
         self.round_number = 0
+        self.pause: Callable[[], None] = lambda: None  # called between rounds; may raise
         self.failed: dict[int, str] = {}  # row of a repetition that diverged: what happened
         self.block_size = _block_size(config, self.model, data.num_users, len(models))
         self._step_overhead = STEP_OVERHEAD / (len(models) * count_parameters(self.model))
@@ -207,6 +210,32 @@ class Server:
             selected = self.selected.reshape(len(self.repetitions), -1)
             for run, observer in self._watching():
                 observer.round_done(self.round_number, selected[run])
+            self.pause()
+
+    def checkpoint(self, run: int = 0) -> dict[str, object]:
+        """All that later rounds of a repetition depend on; randomness is keyed, none is kept."""
+        return {
+            "round": self.round_number,
+            "cursors": {
+                p: torch.from_numpy(c[run].copy()) for p, c in self.planner.cursors.items()
+            },
+            "tensors": [t.cpu().clone() for t in self._stateful(run)],
+        }
+
+    def restore(self, checkpoint: dict[str, object], run: int = 0) -> None:
+        """Go on where `checkpoint` was taken, at the end of a round."""
+        self.round_number = checkpoint["round"]
+        for part, cursors in checkpoint["cursors"].items():
+            self.planner.cursors[part][run] = cursors.numpy()
+        for mine, saved in zip(self._stateful(run), checkpoint["tensors"], strict=True):
+            mine.copy_(saved)
+
+    def _stateful(self, run: int) -> list[Tensor]:
+        """Views of a repetition's parameters, buffers, users' and server's state."""
+        state = [p for name in self.state for p in getattr(self, name)]
+        state += [p for bank in self.bank.values() for p in bank]
+        rows = [p[run] for p in [*self.params, *state]] if self.lead else [*self.params, *state]
+        return [*rows, *self.buffers]
 
     def state_dict(self, run: int = 0) -> dict[str, Tensor]:
         """The global model of a repetition: parameters and buffers by name."""

@@ -20,6 +20,7 @@ class FedNova(Server):
 
     user_class = UserNova
     options = ("momentum", "mu", "server_momentum", "server_learning_rate")
+    state = ("u",)
     step_options = ("learning_rate", "mu", "server_learning_rate")
 
     @classmethod

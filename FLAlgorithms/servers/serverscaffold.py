@@ -20,6 +20,7 @@ class SCAFFOLD(Server):
 
     user_class = UserSCAFFOLD
     options = ("scaffold_option", "server_learning_rate")
+    state = ("c",)
     step_options = ("learning_rate", "server_learning_rate")
     overrides = {name: {"weighting": "uniform"} for name in ("paper", "authors", "authors2020")}
 
