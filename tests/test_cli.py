@@ -89,6 +89,7 @@ BAD = [
     ("--learn 3", "--learn: unknown option"),
     ("--beta", "--beta: expected one argument"),
     ("--replay=", "--replay: the file name is empty"),
+    ("--verify {leaf}/none.h5", "none.h5: no such file"),
     ("--config=", "--config: the file name is empty"),
     ("--times 1000000000000", "--times '1000000000000': not a whole number >= 1 and <= 1000000"),
     ("--threads 100000", "--threads '100000': not a whole number"),

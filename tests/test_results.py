@@ -606,3 +606,81 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message, leaf, monkey
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+# ---- work, log, verify
+
+
+@pytest.mark.parametrize("block_size", ["0", "3"])
+@pytest.mark.parametrize(
+    ("algorithm", "words", "per_step", "draws", "down", "up"),
+    [
+        ("FedAvg", [], 1, 1, 1, 1),
+        ("FedProx", ["--mu", "0.1"], 1, 1, 1, 1),
+        ("FedNova", [], 1, 1, 1, 1),
+        ("SCAFFOLD", [], 1, 1, 2, 2),
+        ("PerAvg", [], 2, 2, 1, 1),
+        ("PerAvg", ["--hessian", "hf"], 4, 3, 1, 1),
+        ("pFedMe", ["--K", "4"], 4, 1, 1, 1),
+    ],
+)
+def test_the_work_of_a_run_is_counted(
+    algorithm, words, per_step, draws, down, up, block_size, leaf
+):
+    """Two rounds of three steps, two of five users (12 to 16 samples, batch 20); 50 parameters."""
+    words = ["--algorithm", algorithm, *words, "--block_size", block_size]
+    code, out = run_main(leaf, *words)
+    assert code == 0
+    content = read(files(out, f"*{algorithm}_0.005*_0.h5")[0])
+    with h5py.File(files(out, f"*{algorithm}_0.005*_0.h5")[0]) as file:
+        work = json.loads(file.attrs["work"])
+    selected = content["selected_users"]
+    trained = [list(range(5))] * 2 if algorithm == "pFedMe" else selected.tolist()
+    users = sum(map(len, trained))
+    assert work["selected"] == 4
+    assert work["trained"] == users
+    assert work["samples"] == sum(3 * draws * (12 + user) for row in trained for user in row)
+    assert work["gradients"] == users * 3 * per_step
+    assert work["bytes_down"] == users * 50 * 4 * down
+    extra = 4 * 4 if algorithm == "FedNova" else 0  # its normaliser, a number per report
+    assert work["bytes_up"] == 4 * 50 * 4 * up + extra
+
+
+def test_unequal_work_is_counted_for_each_user(leaf):
+    words = ["--algorithm", "FedAvg", "--local_unit", "epochs", "--batch_size", "4"]
+    found = []
+    for block_size in ("0", "5"):
+        _, out = run_main(leaf, *words, "--numusers", "5", "--block_size", block_size)
+        with h5py.File(files(out, "*_0.h5")[0]) as file:
+            found.append(json.loads(file.attrs["work"]))
+    assert found[0] == found[1]
+    assert found[0]["gradients"] == 2 * 3 * sum(-(-n // 4) for n in range(12, 17))
+    assert found[0]["samples"] == 2 * 3 * sum(range(12, 17))
+
+
+def test_the_log_has_a_line_per_round(leaf, tmp_path, capsys):
+    log = tmp_path / "log.txt"
+    words = ["--log_file", str(log), "--times", "2", "--num_global_iters", "3"]
+    _, out = run_main(leaf, *words)
+    lines = log.read_text().splitlines()
+    assert len(lines) == 6
+    assert "pFedMe Synthetic mclr repetition=1 round=3 evaluated=2 test_accuracy=0." in lines[-1]
+    content = read(files(out, "*pFedMe_0.005*_1.h5")[0])
+    assert f"test_accuracy={content['rs_glob_acc'][2]:.6f}" in lines[-1]
+    assert f"selected={','.join(map(str, content['selected_users'][2]))}" in lines[-1]
+    assert run_main(leaf, "--log_file", str(leaf))[0] == 2
+    assert "--log_file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_verify_runs_a_file_again(algorithm, leaf, capsys):
+    words = ["--algorithm", algorithm, "--times", "2", "--semantics", "authors2020"]
+    _, out = run_main(leaf, *words, "--save_models")
+    for path in files(out, "*_1.h5"):
+        assert main.main(["--verify", str(path), "--gpu", "-1"]) == 0
+        assert "every array is bitwise the same" in capsys.readouterr().out
+    (path,) = files(out, f"*{algorithm}_0.005*_1.h5")
+    with h5py.File(path, "r+") as file:
+        file["rs_train_loss"][1] += 1e-9
+    assert main.main(["--verify", str(path), "--gpu", "-1"]) == 1
+    assert "rs_train_loss differs, by at most 1e-09" in capsys.readouterr().out

@@ -218,6 +218,7 @@ class Config:
     tf32: bool = _option(False, _Flag(), "allow TF32 products on a GPU")
     dtype: str = _option("float32", _Choice(("float32", "float64")), "number type")
     results_dir: str = _option("results", _Text(), "folder of the result files")
+    log_file: str | None = _option(None, _Text(), "append one plain line per round to this file")
     save_every: float = _option(30.0, _STEP, "seconds between saves of an unfinished run")
     resume: bool = _option(
         False, _Flag(), "go on from checkpoints; repetitions that are finished are kept"
@@ -273,13 +274,17 @@ ALGORITHM_FIELDS = frozenset().union(*(cls.options for cls in ALGORITHMS.values(
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
 NOT_NUMBERS = frozenset(
     "times repetition optimizer semantics split gpu block_size threads jobs lockstep state_device "
-    "results_dir save_every save_models resume".split()
+    "results_dir save_every save_models resume log_file".split()
 )
 
 
 # Options that name a file and belong to no configuration: {name: (metavar, help)}.
 FILES = {
     "config": ("FILE.yaml", "flat keys = option names; options on the command line win"),
+    "verify": (
+        "FILE.h5",
+        "run a recorded configuration anew, as it was started, and compare every array bitwise",
+    ),
     "replay": (
         "FILE.h5",
         "run a recorded configuration again and compare (with --num_global_iters, --results_dir, "
@@ -364,8 +369,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], str | None]:
-    """The values given explicitly (YAML first, command line over it) and the file to replay."""
+def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], dict[str, str]]:
+    """The values given explicitly (YAML first, command line over it), and the files named."""
     _check_names(argv)
     given = vars(build_parser().parse_args(argv))
     files = {name: given.pop(name, None) for name in FILES}
@@ -374,7 +379,7 @@ def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], str | No
             raise InputError(f"--{name}: the file name is empty")
     values = read_yaml(files["config"]) if files["config"] is not None else {}
     values |= {name: parse_value(name, text, f"--{name}") for name, text in given.items()}
-    return values, files["replay"]
+    return values, {name: path for name, path in files.items() if path is not None}
 
 
 def _check_names(argv: Sequence[str]) -> None:

@@ -20,7 +20,16 @@ from utils.model_utils import Source, default_normalize, features, read_data
 from utils.parallel import run_parallel
 from utils.partition import Split
 from utils.progress import Interrupts, Progress, Show, Watch
-from utils.results import Recorder, average, check_writable, finished, result_path, summary
+from utils.results import (
+    Recorder,
+    append,
+    average,
+    check_writable,
+    finished,
+    result_path,
+    summary,
+    totals,
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,8 @@ def run_job(config: Config, given: Iterable[str]) -> int:
         config = dataclasses.replace(config, gpu=-1)
     job = prepare(config, *read_data(config.dataset, config.split))
     check_writable(job.path(True, "avg"))
+    if config.log_file is not None:
+        append(config.log_file, "")
     started = time.monotonic()
     try:
         code = _run_all(job)
@@ -214,6 +225,8 @@ def report(job: Job, seconds: float) -> None:
             average(done, job.path(personal, "avg"))
             done = [*done, job.path(personal, "avg")]
         printed += [f"  {path}" for path in done]
+        if done and not personal:
+            printed.append(totals(done[0]))
     plot = "python main_plot.py"
     if config.results_dir != Config.results_dir:
         plot += f" --results_dir {config.results_dir}"

@@ -6,7 +6,9 @@ authors' semantics on Mnist with the published features.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from FLAlgorithms.servers.serverbase import Diverged
 from utils.config import FIELDS, Config, parse_value, say
 from utils.errors import InputError
 from utils.jobs import Job, prepare
-from utils.model_utils import read_source
+from utils.model_utils import read_data, read_source
 from utils.partition import Split, check
 from utils.results import SCHEMA, Recorder, check_writable
 
@@ -57,6 +59,7 @@ class Recording:
     after: dict[int, dict[str, np.ndarray]]
     selected: np.ndarray
     repetition: int
+    path: str  # of the main file
     curves: dict[str, np.ndarray]  # ours and the golden files' names
     rounds: dict[str, np.ndarray]  # "" and "_per": the round of each entry
 
@@ -132,6 +135,7 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
         after=after,
         selected=selected,
         repetition=repetition,
+        path=path,
         curves=curves,
         rounds=rounds,
     )
@@ -308,3 +312,62 @@ def _apart(a: float, b: float, scale: float) -> float:
 def _largest(values: object) -> float:
     """The largest magnitude; nan if any value is nan, which no bound contains."""
     return float(np.max(np.abs(values), initial=0.0))
+
+
+def verify(path: str, given: dict[str, object]) -> int:
+    """Start the recorded repetition anew and compare all arrays bitwise; 0 if they are the same.
+
+    Unlike a replay nothing is taken from the file but the configuration: split, initial model and
+    sampling are made again. Bitwise equality is promised on the same machine and CPU engine.
+    """
+    recording = read_recording(path, given)
+    config = dataclasses.replace(recording.config, num_global_iters=len(recording.selected))
+    job = prepare(config, *read_data(config.dataset, config.split))
+    with tempfile.TemporaryDirectory() as folder:
+        job = dataclasses.replace(job, config=dataclasses.replace(job.config, results_dir=folder))
+        recorder = job.recorder(recording.repetition, None)
+        recorder.attach(job.server(recording.repetition))
+        try:
+            recorder.server.run()
+        except Diverged as stop:
+            say(f"main.py: {stop}")
+        written = recorder.save("finished")
+        originals = [Path(recording.path)]
+        if len(written) > 1:
+            with h5py.File(recording.path) as file:
+                originals.append(_partner(file, str(recording.path)))
+        differing = [
+            line
+            for new, old in zip(written, originals, strict=True)
+            for line in _differences(old, new)
+        ]
+    print("\n".join(differing) or f"{path}: every array is bitwise the same")
+    return int(bool(differing))
+
+
+def _differences(old: Path, new: Path) -> list[str]:
+    """A line for every array that is not the same in both files."""
+    found: list[dict[str, np.ndarray]] = []
+    for path in (old, new):
+        arrays: dict[str, np.ndarray] = {}
+        with h5py.File(path) as file:
+            file.visititems(
+                lambda n, v, into=arrays: (
+                    into.update({n: v[()]})
+                    if isinstance(v, h5py.Dataset) and not n.startswith("personal/")
+                    else None
+                )
+            )
+        found.append(arrays)
+    a, b = found
+    lines = [
+        f"{old.name}: {name} is in one of the two only" for name in sorted(a.keys() ^ b.keys())
+    ]
+    for name in sorted(a.keys() & b.keys()):
+        floats = a[name].dtype.kind == "f"
+        if not np.array_equal(a[name], b[name], equal_nan=floats):
+            how = ""
+            if floats and a[name].shape == b[name].shape:
+                how = f", by at most {np.nanmax(np.abs(a[name] - b[name])):.3g}"
+            lines.append(f"{old.name}: {name} differs{how}")
+    return lines

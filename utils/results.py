@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from FLAlgorithms.evaluation import Metrics
-from FLAlgorithms.servers.serverbase import Server
+from FLAlgorithms.servers.serverbase import WORK, Server
 from utils.config import NOT_NUMBERS, Config
 from utils.errors import InputError
 from utils.model_utils import is_default
@@ -120,6 +120,15 @@ def check_writable(path: Path) -> None:
     path.with_name(f"{path.name}.try").unlink()
 
 
+def append(path: str, text: str) -> None:
+    """Add text to the log file; InputError where that cannot be done."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise InputError(f"--log_file {path}: {error.strerror}") from None
+
+
 class Recorder:
     """Records one repetition and writes its files, now and then and at the end."""
 
@@ -170,8 +179,25 @@ class Recorder:
         self.selected.append(selected)
         if self.progress:
             self.progress.round_done(round_number)
+        if self.config.log_file is not None:
+            self._log(round_number, selected)
         if time.monotonic() - self.saved >= self.config.save_every:
             self.save("running")
+
+    def _log(self, round_number: int, selected: np.ndarray) -> None:
+        """One plain line per round; the accuracies are the latest that were measured."""
+        c = self.config
+        line = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {c.algorithm} "
+        line += f"{c.dataset} {c.model} repetition={self.repetition} round={round_number}"
+        if self.main:
+            t, m = self.main[-1]
+            line += f" evaluated={t} test_accuracy={m.accuracy('test'):.6f}"
+            line += f" train_loss={m.mean_loss('train'):.6f}"
+        if self.personal:
+            m = self.personal[-1][1][c.primary]
+            line += f" personalised={m.accuracy('test'):.6f}"
+        line += f" selected={','.join(map(str, selected))}\n"
+        append(c.log_file, line)
 
     # ---- files
 
@@ -298,6 +324,9 @@ class Recorder:
                 "evaluates": evaluates,
                 "repetition": self.repetition,
                 "partner": partner.name,
+                "work": json.dumps(
+                    dict(zip(WORK, self.server.work[self.run].tolist(), strict=True))
+                ),
                 "device": self.facts["device"],
             }
         )
@@ -411,23 +440,45 @@ def std(runs: np.ndarray) -> np.ndarray:
     return runs.std(0, ddof=1) if len(runs) > 1 else np.zeros(runs.shape[1:])
 
 
+def totals(path: Path) -> str:
+    """What a finished repetition did, per round and in all, in a line."""
+    with h5py.File(path) as file:
+        work = json.loads(file.attrs["work"])
+        rounds = max(len(file["selected_users"]), 1)
+    counts = [
+        f"{work[k] / rounds:,.0f} {k}" for k in ("selected", "trained", "samples", "gradients")
+    ]
+    sent = [f"{work[k] / rounds / 1e6:,.2f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
+    whole = [f"{work[k] / 1e6:,.1f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
+    return (
+        f"  per round: {', '.join([*counts, *sent])}; in all: {work['gradients']:,} gradients, "
+        f"{', '.join(whole)}"
+    )
+
+
 def summary(paths: Iterable[Path], label: str) -> list[str]:
-    """Lines of a table: last, best on test and mean of the last 10 evaluations, per repetition."""
+    """Lines of a table, per repetition: last, best on test, mean of the last 10 evaluations.
+
+    And the spread: standard deviation (n) of the users' last accuracies.
+    """
     rows = []
     for path in paths:
         with h5py.File(path) as file:
             acc = file["rs_glob_acc"][()] * 100
+            users = file["user_test_acc"][-1:] * 100
         if len(acc):
-            rows.append((path, (acc[-1], acc.max(), acc[-10:].mean())))
+            spread = np.nanstd(users) if np.isfinite(users).any() else np.nan
+            rows.append((path, (acc[-1], acc.max(), acc[-10:].mean(), spread)))
     if not rows:
         return []
-    lines = [f"{label:<34} {'last':>14} {'best on test':>14} {'mean of last 10':>16}"]
+    heads = ("last", "best on test", "mean of last 10", "std over users")
+    lines = [f"{label:<46}" + "".join(f" {head:>15}" for head in heads)]
     for path, values in rows:
         name = f"  repetition {path.stem.rsplit('_', 1)[1]}"
-        lines.append(f"{name:<34} {values[0]:14.2f} {values[1]:14.2f} {values[2]:16.2f}")
+        lines.append(f"{name:<46}" + "".join(f" {value:15.2f}" for value in values))
     if len(rows) > 1:
         table = np.array([values for _, values in rows])
         cells = [f"{m:.2f} +- {s:.2f}" for m, s in zip(table.mean(0), std(table), strict=True)]
         name = "  mean +- std over repetitions (n-1)"
-        lines.append(f"{name:<34} {cells[0]:>14} {cells[1]:>14} {cells[2]:>16}")
+        lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
     return lines

@@ -34,6 +34,9 @@ BLOCK_PARAMETERS = 2_000_000
 # What a block's step costs beside its users' arithmetic, in parameters: 127 us for one user of
 # Synthetic mclr, 5 us for each one more.
 STEP_OVERHEAD = 15_000
+# What is counted per repetition: users selected, users trained, samples drawn, gradients taken (per
+# user and minibatch), bytes that a real federation would have sent to and from the users.
+WORK = ("selected", "trained", "samples", "gradients", "bytes_down", "bytes_up")
 # With unequal work the shapes of blocks change from round to round; so many are kept.
 KEPT_BLOCKS = 8
 
@@ -102,6 +105,7 @@ class Server:
         self.everyone = np.broadcast_to(np.arange(data.num_users), (*self.lead, data.num_users))
         self.round_number = 0
         self.pause: Callable[[], None] = lambda: None  # called between rounds; may raise
+        self.work = np.zeros((len(models), len(WORK)), dtype=np.int64)
         self.failed: dict[int, str] = {}  # row of a repetition that diverged: what happened
         self.block_size = _block_size(config, self.model, data.num_users, len(models))
         self._step_overhead = STEP_OVERHEAD / (len(models) * count_parameters(self.model))
@@ -168,6 +172,7 @@ class Server:
             if self.buffers and weight.sum() > 0:
                 buffers.add(weight, [b.to(self.params[0]) for b in user.model.buffers()])
             uploads = {name: getattr(user, name) for name in user.uploads}
+            self._count(user, payload, uploads)
             yield SimpleNamespace(ids=user.ids, weight=weight, **uploads)
         if after and (tally or self._keeping()):
             for user in self._blocks(self._others(ids)):
@@ -207,6 +212,7 @@ class Server:
             for run in np.flatnonzero(~torch.stack(kept).all(0).reshape(-1).cpu().numpy()):
                 self._diverged(int(run), "the global model is no longer finite")
             self.round_number += 1
+            self.work[:, 0] += self.selected.shape[-1]
             selected = self.selected.reshape(len(self.repetitions), -1)
             for run, observer in self._watching():
                 observer.round_done(self.round_number, selected[run])
@@ -216,6 +222,7 @@ class Server:
         """All that later rounds of a repetition depend on; randomness is keyed, none is kept."""
         return {
             "round": self.round_number,
+            "work": torch.from_numpy(self.work[run].copy()),
             "cursors": {
                 p: torch.from_numpy(c[run].copy()) for p, c in self.planner.cursors.items()
             },
@@ -225,6 +232,7 @@ class Server:
     def restore(self, checkpoint: dict[str, object], run: int = 0) -> None:
         """Go on where `checkpoint` was taken, at the end of a round."""
         self.round_number = checkpoint["round"]
+        self.work[run] = checkpoint["work"].numpy()
         for part, cursors in checkpoint["cursors"].items():
             self.planner.cursors[part][run] = cursors.numpy()
         for mine, saved in zip(self._stateful(run), checkpoint["tensors"], strict=True):
@@ -307,11 +315,38 @@ class Server:
         return sizes.astype(float) if self.config.weighting == "samples" else np.ones(sizes.shape)
 
     def _weight(self, user: User) -> Tensor:
+        return user.numbers(self._weights(user.ids) * self._reported(user))
+
+    def _reported(self, user: User) -> np.ndarray:
+        """Which of the block's users are in this round's sample, shape `block`."""
         chosen = np.zeros(self.everyone.shape, dtype=bool)
         np.put_along_axis(chosen, self.selected, True, axis=-1)
         ids = user.ids.reshape(*self.lead, -1)
-        reported = np.take_along_axis(chosen, ids, axis=-1).reshape(user.block)
-        return user.numbers(self._weights(user.ids) * reported)
+        return np.take_along_axis(chosen, ids, axis=-1).reshape(user.block)
+
+    def _count(self, user: User, payload: dict[str, Params], uploads: dict[str, object]) -> None:
+        """Add a block's work to the totals; what a real federation would have sent included."""
+        plan, runs = user.plan, len(self.repetitions)
+        calls = user.calls / max(len(plan.rows), 1)  # gradients of each local step
+        users = user.ids.size // runs
+        reported = self._reported(user).reshape(runs, -1).sum(-1)
+        steps = plan.steps.reshape(runs, -1).sum(-1)
+        samples = plan.counts.sum((0, 1)).reshape(runs, -1).sum(-1)
+        sent = [self.params, *payload.values()]
+        down = sum(p.numel() * p.element_size() for ps in sent for p in ps) // runs
+        received = [t for ps in uploads.values() for t in ([ps] if isinstance(ps, Tensor) else ps)]
+        up = sum(t.numel() * t.element_size() for t in received) // max(user.ids.size, 1)
+        self.work += np.stack(
+            [
+                np.zeros_like(steps),
+                np.full_like(steps, users),
+                samples,
+                np.rint(steps * calls).astype(np.int64),
+                np.full_like(steps, users * down),
+                reported * up,
+            ],
+            axis=-1,
+        )
 
     def _bank(self, kind: str) -> list[Tensor]:
         start = {"zeros": self.zeros, "model": lambda: clone(self.params)}[kind]()

@@ -48,6 +48,7 @@ class User:
         self.ids, self.round_number = ids, round_number
         assign_(self.params, params)
         self.active: Tensor | float = 1.0
+        self.calls = 0  # of `backward` since then
 
     def train(self) -> None:
         """The local work of one round: from the received parameters to what `uploads` names."""
@@ -62,7 +63,7 @@ class User:
 
         Sets `active` for the step and `num_steps`, shape `block`: local steps really taken.
         """
-        plan = self.planner.local(self.ids, self.round_number, self.draws)
+        plan = self.plan = self.planner.local(self.ids, self.round_number, self.draws)
         self.num_steps = self.numbers(plan.steps)
         self.model.train()
         for step in range(len(plan.rows)):
@@ -80,6 +81,7 @@ class User:
 
     def backward(self, batch: Batch) -> None:
         """Leave each user's gradient of its mean minibatch loss in its row of every `.grad`."""
+        self.calls += 1
         if self.closed_form:
             mlp_gradients(self.model, batch.x, batch.y, batch.weight)
             return
