@@ -298,6 +298,29 @@ def test_main_runs_as_a_script_and_exits_with_2(leaf):
     assert done.stderr == "main.py: error: --mu 'x': not a number >= 0\n"
 
 
+def test_processes_and_hash_seeds_change_no_array(leaf):
+    """The same command in two processes with other hash seeds: bitwise the same arrays."""
+    words = ["--dataset", "Synthetic", "--split", str(leaf), "--num_global_iters", "3"]
+    found = []
+    for seed in ("1", "2"):
+        script = [sys.executable, str(ROOT / "main.py"), *words, "--results_dir", f"out{seed}"]
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run(script, cwd=leaf, env=env, check=True, capture_output=True)
+        arrays = {}
+        for path in sorted((leaf / f"out{seed}").glob("*.h5")):
+            with h5py.File(path) as file:
+                file.visititems(
+                    lambda n, v, name=path.name: (
+                        arrays.update({(name, n): v[()].tobytes()})
+                        if isinstance(v, h5py.Dataset) and v.dtype.kind != "O"
+                        else None
+                    )
+                )
+        found.append(arrays)
+    assert len(found[0]) > 50
+    assert found[0] == found[1]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise on Windows")
 @pytest.mark.parametrize(("times", "jobs", "lockstep"), [(1, 1, "no"), (2, 2, "no"), (2, 1, "yes")])
 def test_ctrl_c_keeps_what_was_measured(times, jobs, lockstep, leaf):
