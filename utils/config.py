@@ -319,14 +319,16 @@ def read_yaml(path: str) -> dict[str, object]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise InputError(f"--config {path}: {reason}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    # The library's own ValueError and OverflowError: escapes outside of Unicode.
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
         raise InputError(f"--config {path}: not valid YAML{line}") from None
     if not isinstance(node, yaml.MappingNode):
         raise InputError(f"--config {path}: must hold lines `option: value`")
     values = {}
-    for key, value in ((k.value, v) for k, v in node.value):
+    for name, value in node.value:
+        key = name.value if isinstance(name, yaml.ScalarNode) else "a list or mapping"
         if key not in FIELDS:
             near = difflib.get_close_matches(str(key), FIELDS, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; see python main.py --help"

@@ -124,7 +124,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{shown(path)}: truncated or not a gzip file ({error})") from None
     start = 4 + 4 * len(shape)
-    if content[:4] != bytes([0, 0, 8, len(shape)]):
+    if len(content) < start or content[:4] != bytes([0, 0, 8, len(shape)]):
         raise InputError(f"{shown(path)}: not an IDX file of bytes with {len(shape)} dimensions")
     sizes = tuple(np.frombuffer(content[4:start], ">u4").tolist())
     if sizes != shape:

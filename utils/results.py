@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import platform
 import time
 from collections.abc import Iterable, Sequence
@@ -249,8 +248,13 @@ class Recorder:
             for key, value in wanted.items():
                 if found[key] != value:
                     raise InputError(f"--resume: {path} has {key} {found[key]}, this job {value}")
-            return found | {"server": dict(found["server"])}
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError):
+            missing = {"server", "main", "personal", "selected", "init"} - found.keys()
+            if missing:
+                raise KeyError(missing)
+            return found
+        except InputError:
+            raise
+        except Exception:  # the unpickler answers damaged bytes with errors of many kinds
             raise InputError(
                 f"--resume: {path} is damaged or no checkpoint; delete it to start again"
             ) from None
