@@ -206,6 +206,16 @@ def test_scaffold_values(block_size, option, rounds):
     assert flat(server.bank["c_i"]).tolist() == pytest.approx([0.75, -0.75], **EXACT)
 
 
+@pytest.mark.parametrize("block_size", [0, 2])
+def test_scaffold_divides_by_the_steps_really_taken(block_size):
+    # One pass is 2 and 8 steps of gradient 1: every control is 1, whatever a user's steps.
+    options = {"local_unit": "epochs", "local_epochs": 1, "num_global_iters": 1}
+    options |= {"learning_rate": 0.1, "block_size": block_size, "scaffold_option": 2}
+    server = quadratics("SCAFFOLD", model=Slope, a=(1, 1), sizes=(2, 8), **options)
+    server.run()
+    assert server.c[0].item() == pytest.approx(1, **EXACT)
+
+
 def test_scaffold_control_is_the_average_of_the_gradients_used():
     """Option II: c_i+ = (1/K) sum of g(y_k), the y_k of the corrected path (round 2, c_i != 0)."""
     server = quadratics("SCAFFOLD", learning_rate=0.1, local_epochs=4, num_global_iters=1)

@@ -155,6 +155,9 @@ def run_job(config: Config, given: Iterable[str]) -> int:
 def _run_all(job: Job) -> int:
     config = job.config
     repetitions = [r for r in config.repetitions if not (config.resume and job.is_finished(r))]
+    for done in set(config.repetitions) - set(repetitions):
+        # Left by a process that died between its last file and this.
+        job.recorder(done, None).checkpoint_path.unlink(missing_ok=True)
     if len(repetitions) < len(config.repetitions):
         say(f"{len(config.repetitions) - len(repetitions)} finished repetitions are kept")
     if not repetitions:

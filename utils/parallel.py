@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from utils.config import Config, say
+from utils.errors import InputError
 from utils.model_utils import read_data
 from utils.progress import Progress
 
@@ -93,3 +94,6 @@ def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, st
             news.put(("code", run_repetitions(job, group, show, pause)))
     except KeyboardInterrupt:
         news.put(("code", 130))
+    except InputError as error:
+        say(f"main.py: error: {error}")
+        news.put(("code", 2))

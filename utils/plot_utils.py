@@ -506,7 +506,7 @@ def save(figure: Figure, path: Path) -> None:
 def _replacing(path: Path) -> Iterator[Path]:
     if not path.name:
         raise InputError(f"{path}: not a file name")
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
 import platform
 import time
+import zipfile
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
@@ -89,8 +91,13 @@ def digest(values: dict[str, object]) -> str:
 @contextmanager
 def atomic_h5(path: Path):
     """An .h5 file to write; it appears under `path`, whole, when the block ends without error."""
-    with replacing(path) as beside, h5py.File(beside, "w") as file:
-        yield file
+    # In memory first: HDF5 tells of a full disk by RuntimeErrors, and only when it closes.
+    with replacing(path) as beside:
+        with h5py.File(beside, "w", driver="core", backing_store=False) as file:
+            yield file
+            file.flush()
+            image = file.id.get_file_image()
+        beside.write_bytes(image)
 
 
 @contextmanager
@@ -116,7 +123,8 @@ def check_writable(path: Path) -> None:
     with atomic_h5(path.with_name(f"{path.name}.try")):
         if path.is_dir():
             raise InputError(f"--results_dir {path.parent}: {path.name} is a folder")
-    path.with_name(f"{path.name}.try").unlink()
+    # Another process on the same output may have removed it.
+    path.with_name(f"{path.name}.try").unlink(missing_ok=True)
 
 
 def append(path: str, text: str) -> None:
@@ -206,20 +214,20 @@ class Recorder:
         What is not finished never replaces what is: it goes into NAME.h5.part beside it.
         """
         self.saved = time.monotonic()
-        self._save_checkpoint(status)
+        ended = status in ("finished", "diverged")
+        if not ended:
+            self._save_checkpoint()
         parts = {p: path.with_name(path.name + ".part") for p, path in self.paths.items()}
         beside = status != "finished" and any(finished(path) for path in self.paths.values())
         written = self._write(parts if beside else self.paths, status)
         if not beside:
             for part in parts.values():
                 part.unlink(missing_ok=True)
+        if ended:  # only now: dying or a full disk before this line must not cost the run
+            self.checkpoint_path.unlink(missing_ok=True)
         return written
 
-    def _save_checkpoint(self, status: str) -> None:
-        path = self.checkpoint_path
-        if status in ("finished", "diverged"):
-            path.unlink(missing_ok=True)
-            return
+    def _save_checkpoint(self) -> None:
         content = {
             "schema": SCHEMA,
             "configuration": json.dumps(self.identity, sort_keys=True),
@@ -230,8 +238,10 @@ class Recorder:
             "selected": [torch.from_numpy(np.asarray(s)) for s in self.selected],
             "init": {n: torch.from_numpy(v) for n, v in self.init.items()},
         }
-        with replacing(path) as beside:
-            torch.save(content, beside)
+        with replacing(self.checkpoint_path) as beside:
+            # torch tells of a full disk by a RuntimeError; Python's own write does not.
+            torch.save(content, buffer := io.BytesIO())
+            beside.write_bytes(buffer.getbuffer())
 
     def load_checkpoint(self) -> dict | None:
         """The checkpoint of this repetition, if there is one; InputError if it does not fit."""
@@ -239,6 +249,9 @@ class Recorder:
         if not path.exists():
             return None
         try:
+            with zipfile.ZipFile(path) as archive:  # torch.load skips the checksums
+                if archive.testzip():
+                    raise ValueError("a checksum is wrong")
             found = torch.load(path, map_location="cpu", weights_only=True)
             wanted = {
                 "schema": SCHEMA,
