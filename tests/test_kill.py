@@ -11,7 +11,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -30,6 +29,7 @@ from tests.test_results import files, read, same
 from utils.partition import Split
 from utils.results import CURVES, Recorder
 
+resource = pytest.importorskip("resource", reason="needs POSIX limits")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL"),
