@@ -113,11 +113,11 @@ class Tally:
         self.evaluator = evaluator
         self.found: list[tuple[int, str, list[Key], Tensor]] = []
 
-    def add(self, user: int, models: dict[Key, Params], test_only: str = "") -> None:
+    def add(self, user: int, models: dict[Key, Params], test_only: Sequence[str] = ()) -> None:
         """Measure models on one user's data; those called `test_only` not on the train part."""
         one = slice(user, user + 1)
         for part in PARTS:
-            wanted = {k: m for k, m in models.items() if part == "test" or k[1] != test_only}
+            wanted = {k: m for k, m in models.items() if part == "test" or k[1] not in test_only}
             sums = self.evaluator.sums(list(wanted.values()), part, one)
             self.found.append((user, part, list(wanted), sums[0]))
 

@@ -7,7 +7,7 @@ import torch
 from FLAlgorithms.servers import ALGORITHMS
 from FLAlgorithms.servers.serverbase import Diverged
 from FLAlgorithms.trainmodel.models import Classifier
-from tests.toys import UNEQUAL, blobs, federation, flat, watched
+from tests.toys import UNEQUAL, Diary, blobs, federation, flat, watched
 from utils.config import Config
 from utils.params import WeightedMean
 
@@ -39,6 +39,31 @@ def test_evaluating_never_or_always_gives_the_same_model(algorithm, model):
 def test_evaluation_moves_cursors_only_where_the_authors_did(algorithm):
     runs = [final(algorithm, semantics="authors2020", eval_every=every) for every in (0, 1)]
     assert torch.equal(*runs) == (algorithm != "PerAvg")
+
+
+@EVERY
+@pytest.mark.parametrize("block_size", [0, 3])
+def test_the_global_curves_are_those_of_the_global_model(algorithm, block_size):
+    """Every recorded round against a plain pass of w_t over all users' data."""
+    server = federation(algorithm, num_global_iters=3, block_size=block_size)
+    data, kept = server.data, {}
+
+    class Keeper(Diary):
+        def round_done(self, round_number, selected):
+            kept[round_number] = flat(server.params).clone()
+
+    kept[0] = flat(server.params).clone()
+    server.observers = [told := Keeper()]
+    server.run()
+    assert list(told.main) == [0, 1, 2, 3]
+    for t, metrics in told.main.items():
+        weight, bias = kept[t][:24].reshape(4, 6), kept[t][24:]
+        for part in ("train", "test"):
+            rows = data.part(part)
+            logits, y = data.x[rows] @ weight.T + bias, data.y[rows]
+            assert metrics.correct[part].sum() == int((logits.argmax(1) == y).sum())
+            loss = torch.nn.functional.cross_entropy(logits, y).item()
+            assert metrics.mean_loss(part) == pytest.approx(loss, rel=1e-12)
 
 
 @EVERY

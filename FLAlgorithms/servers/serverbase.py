@@ -394,7 +394,7 @@ class Server:
             # The model beside the primary one is compared by its test accuracy alone.
             beside = [n for n in found if n != self.config.primary]
             for i, models in of_user.items():
-                tally.add(i, models, *beside)
+                tally.add(i, models, beside)
         if keep:
             self._keep_personal(user, found)
 
