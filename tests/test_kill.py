@@ -1,4 +1,4 @@
-"""kill -9, a full disk and two writers, on every write path (`pytest -m slow`, ~2 minutes).
+"""kill -9, a full disk and two writers, on every write path (`pytest -m slow`, 3.5 minutes).
 
 Children of a fork server, so that none imports torch anew, kill themselves at the n-th call of
 something that writes, before it, after it or with a torn file, for n = 1, 2, ... until they

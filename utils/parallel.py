@@ -36,29 +36,34 @@ def run_parallel(job: Job, groups: list[list[int]]) -> int:
     workers = [context.Process(target=_work, args=a, daemon=True) for a in arguments]
     progress = Progress(job.label(sorted(chain(*groups))), config.num_global_iters, len(groups))
     codes: list[int] = []
+    errors: list[str] = []
     for worker in workers:
         worker.start()
     try:
         while any(worker.is_alive() for worker in workers):
-            _listen(news, progress, codes)
+            _listen(news, progress, codes, errors)
     except KeyboardInterrupt:
         stop.set()
         while any(worker.is_alive() for worker in workers):
-            _listen(news, progress, codes)
+            _listen(news, progress, codes, errors)
         raise
     finally:
         stop.set()
-        _listen(news, progress, codes)
+        _listen(news, progress, codes, errors)
         progress.close()
     for worker, hand in zip(workers, hands, strict=True):
         worker.join()
         if worker.exitcode:
             say(f"repetitions {[*chain(*hand)]}: their process ended with {worker.exitcode}")
             codes.append(1)
+    if errors:
+        raise InputError(errors[0])
     return max(codes)
 
 
-def _listen(news: multiprocessing.Queue, progress: Progress, codes: list[int]) -> None:
+def _listen(
+    news: multiprocessing.Queue, progress: Progress, codes: list[int], errors: list[str]
+) -> None:
     """Take all news there is; wait a little for the first."""
     wait = SECONDS_BETWEEN_NEWS
     while True:
@@ -66,7 +71,7 @@ def _listen(news: multiprocessing.Queue, progress: Progress, codes: list[int]) -
             what, *rest = news.get(timeout=wait)
         except queue.Empty:
             return
-        {"show": progress.show, "code": codes.append}[what](*rest)
+        {"show": progress.show, "code": codes.append, "error": errors.append}[what](*rest)
         wait = 0.0
 
 
@@ -95,5 +100,4 @@ def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, st
     except KeyboardInterrupt:
         news.put(("code", 130))
     except InputError as error:
-        say(f"main.py: error: {error}")
-        news.put(("code", 2))
+        news.put(("error", str(error)))
