@@ -684,3 +684,33 @@ def test_verify_runs_a_file_again(algorithm, leaf, capsys):
         file["rs_train_loss"][1] += 1e-9
     assert main.main(["--verify", str(path), "--gpu", "-1"]) == 1
     assert "rs_train_loss differs, by at most 1e-09" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("algorithm", ["pFedMe", "SCAFFOLD", "PerAvg"])
+def test_stopped_within_a_round_and_resumed_is_the_same(
+    algorithm, way, leaf, tmp_path, monkeypatch
+):
+    """A second Ctrl-C or a lack of memory tears the round, never the checkpoint."""
+    words = ["--algorithm", algorithm, "--semantics", "authors", "--num_global_iters", "6"]
+    words += ["--times", "2", "--save_every", "0", "--batch_size", "4", *way]
+    _, out = run_main(leaf, *words)
+    words += ["--results_dir", str(tmp_path / "again")]
+    user, calls = ALGORITHMS[algorithm].user_class, []
+    train = user.train
+
+    def torn(self, **payload):
+        train(self, **payload)
+        calls.append(self.round_number)
+        if self.round_number == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(user, "train", torn)
+        assert run_main(leaf, *words)[0] == 130
+    assert calls[-1] == 3
+    assert run_main(leaf, *words, "--resume")[0] == 0
+    names = [path.name for path in files(out, "*.h5")]
+    assert names == [path.name for path in files(tmp_path / "again", "*.h5")]
+    for name in names:
+        assert same(read(out / name), read(tmp_path / "again" / name)), name

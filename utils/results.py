@@ -215,7 +215,8 @@ class Recorder:
         """
         self.saved = time.monotonic()
         ended = status in ("finished", "diverged")
-        if not ended:
+        # Stopped within a round, or before this recorder heard of it: the last checkpoint stays.
+        if not ended and self.server.whole and len(self.selected) == self.server.round_number:
             self._save_checkpoint()
         parts = {p: path.with_name(path.name + ".part") for p, path in self.paths.items()}
         beside = status != "finished" and any(finished(path) for path in self.paths.values())
@@ -228,10 +229,7 @@ class Recorder:
         return written
 
     def _save_checkpoint(self) -> None:
-        content = {
-            "schema": SCHEMA,
-            "configuration": json.dumps(self.identity, sort_keys=True),
-            "split": self.split.hash,
+        content = self._fitting() | {
             "server": self.server.checkpoint(self.run),
             "main": _pack([(r, {"": m}) for r, m in self.main]),
             "personal": _pack(self.personal),
@@ -243,6 +241,14 @@ class Recorder:
             torch.save(content, buffer := io.BytesIO())
             beside.write_bytes(buffer.getbuffer())
 
+    def _fitting(self) -> dict[str, object]:
+        """What a checkpoint must agree in with the job that goes on from it."""
+        return {
+            "schema": SCHEMA,
+            "configuration": json.dumps(self.identity, sort_keys=True),
+            "split": self.split.hash,
+        }
+
     def load_checkpoint(self) -> dict | None:
         """The checkpoint of this repetition, if there is one; InputError if it does not fit."""
         path = self.checkpoint_path
@@ -253,12 +259,7 @@ class Recorder:
                 if archive.testzip():
                     raise ValueError("a checksum is wrong")
             found = torch.load(path, map_location="cpu", weights_only=True)
-            wanted = {
-                "schema": SCHEMA,
-                "configuration": json.dumps(self.identity, sort_keys=True),
-                "split": self.split.hash,
-            }
-            for key, value in wanted.items():
+            for key, value in self._fitting().items():
                 if found[key] != value:
                     raise InputError(f"--resume: {path} has {key} {found[key]}, this job {value}")
             missing = {"server", "main", "personal", "selected", "init"} - found.keys()

@@ -104,6 +104,7 @@ class Server:
         self.buffers = list(self.model.buffers())
         self.everyone = np.broadcast_to(np.arange(data.num_users), (*self.lead, data.num_users))
         self.round_number = 0
+        self.whole = True  # False within a round, when a checkpoint would be torn
         self.pause: Callable[[], None] = lambda: None  # called between rounds; may raise
         self.work = np.zeros((len(models), len(WORK)), dtype=np.int64)
         self.failed: dict[int, str] = {}  # row of a repetition that diverged: what happened
@@ -201,6 +202,7 @@ class Server:
     def run_rounds(self, count: int) -> None:
         """`count` rounds, each evaluated as it is due."""
         for _ in range(count):
+            self.whole = False
             if not self.personal_at:
                 self._evaluate_global()
             if self.personal_at == "start" and (tally := self._tally()):
@@ -213,6 +215,7 @@ class Server:
                 self._diverged(int(run), "the global model is no longer finite")
             self.round_number += 1
             self.work[:, 0] += self.selected.shape[-1]
+            self.whole = True
             selected = self.selected.reshape(len(self.repetitions), -1)
             for run, observer in self._watching():
                 observer.round_done(self.round_number, selected[run])
