@@ -30,6 +30,12 @@ def assert_same(one, other):
     torch.testing.assert_close(flat(a.params), flat(b.params), **CLOSE)
     for name in a.bank:
         torch.testing.assert_close(flat(a.bank[name]), flat(b.bank[name]), **CLOSE)
+    assert_same_curves(told_a, told_b)
+    for part in a.planner.cursors:
+        assert (a.planner.cursors[part] == b.planner.cursors[part]).all()
+
+
+def assert_same_curves(told_a, told_b):
     assert told_a.main.keys() == told_b.main.keys()
     for t, metrics in told_a.main.items():
         assert_same_metrics(metrics, told_b.main[t])
@@ -37,8 +43,6 @@ def assert_same(one, other):
     for t, models in told_a.personal.items():
         for name, metrics in models.items():
             assert_same_metrics(metrics, told_b.personal[t][name])
-    for part in a.planner.cursors:
-        assert (a.planner.cursors[part] == b.planner.cursors[part]).all()
 
 
 def assert_same_metrics(a, b):
@@ -70,12 +74,7 @@ def assert_repetitions_alone(algorithm, model, lockstep, **options):
         for name, bank in lockstep.bank.items():
             torch.testing.assert_close(flat(t[row] for t in bank), flat(alone.bank[name]), **CLOSE)
         assert [s.tolist() for s in told.selected] == [s.tolist() for s in diary.selected]
-        assert told.main.keys() == diary.main.keys()
-        for t, metrics in diary.main.items():
-            assert_same_metrics(metrics, told.main[t])
-        for t, models in diary.personal.items():
-            for name, metrics in models.items():
-                assert_same_metrics(metrics, told.personal[t][name])
+        assert_same_curves(told, diary)
         for part, cursors in lockstep.planner.cursors.items():
             assert (cursors[row] == alone.planner.cursors[part][0]).all()
 
