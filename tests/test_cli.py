@@ -32,7 +32,7 @@ def test_every_algorithm_runs_and_is_drawn(algorithm, leaf, capsys):
     code, out = run_main(leaf, "--algorithm", algorithm, "--times", "2")
     assert code == 0
     names = sorted(path.name for path in out.glob("*.h5"))
-    kinds = ["", "_p"] if ALGORITHMS[algorithm].user_class.personal else [""]
+    kinds = ["", "_p"] if Config(algorithm=algorithm).primary else [""]
     assert len(names) == 3 * len(kinds)
     for kind in kinds:
         start = f"Synthetic_mclr_{algorithm}{kind}_0.005_"
@@ -190,7 +190,13 @@ def test_unread_options_are_named_in_one_notice():
         "FedAvg does not read --lamda, --K"
     ]
     assert notices(Config(), ["lamda", "K", "beta"]) == []
-    assert notices(config, ["save_models"]) == ["FedAvg does not read --save_models"]
+    assert notices(Config(algorithm="FedNova"), ["save_models"]) == [
+        "FedNova does not read --save_models"
+    ]
+    assert notices(Config(algorithm="FedAvg", save_models=True), []) == [
+        "--save_models has no effect without --finetune_steps"
+    ]
+    assert notices(Config(algorithm="Local"), ["numusers"]) == ["Local does not read --numusers"]
     assert notices(Config(algorithm="FedProx"), [])[0].startswith("--mu 0")
     assert notices(Config(algorithm="PerAvg"), [])[0].startswith("--beta 1 is its step")
     assert notices(Config(algorithm="PerAvg", beta=0.1, hf_delta=0.5), []) == [
@@ -222,7 +228,13 @@ OTHER = {
     **{"inner_weight_decay": 0.5, "theta_start": "warm", "personal": None, "hessian": "exact"},
     **{"participation": "sampled", "hf_delta": None, "peravg_update": "two_step", "mu": 0.5},
     **{"adapt": None, "momentum": 0.5, "server_momentum": 0.5, "server_learning_rate": 0.5},
-    **{"scaffold_option": 1, "eval_every": None, "dtype": None, "tf32": None},
+    **{
+        "finetune_steps": None,
+        "scaffold_option": 1,
+        "eval_every": None,
+        "dtype": None,
+        "tf32": None,
+    },
 }
 
 
@@ -273,7 +285,7 @@ def test_semantics_set_the_switches_and_single_ones_win():
     paper = {a: Config(algorithm=a).resolved().weighting for a in ALGORITHMS}
     assert paper == {
         **{"pFedMe": "uniform", "PerAvg": "uniform", "SCAFFOLD": "uniform"},
-        **{"FedAvg": "samples", "FedProx": "samples", "FedNova": "samples"},
+        **dict.fromkeys(("FedAvg", "FedProx", "FedNova", "Local"), "samples"),
     }
     authors = {a: Config(algorithm=a, semantics="authors").resolved() for a in ALGORITHMS}
     assert {a for a, c in authors.items() if c.weighting == "uniform"} == {"SCAFFOLD"}

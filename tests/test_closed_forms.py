@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from FLAlgorithms.servers.serverbase import WORK
 from tests.toys import Quartic, Slope, after, flat, limit, quadratics, watched
 from utils.errors import InputError
 
@@ -252,6 +253,31 @@ def test_scaffold_with_one_step_is_large_batch_sgd(option):
 def test_scaffold_refuses_momentum():
     with pytest.raises(InputError, match=r"--momentum 0.9: SCAFFOLD"):
         quadratics("SCAFFOLD", momentum=0.9)
+
+
+# ---- users who train alone, and fine-tuning
+
+
+def test_local_values():
+    """own_i = b_i + (1 - eta a_i)^(R T) (w_0 - b_i); nobody moves the global model."""
+    server = quadratics("Local", learning_rate=0.1, local_epochs=5, num_global_iters=3)
+    assert after(server) == 0.3
+    expected = [b + (1 - 0.1 * a) ** 15 * (0.3 - b) for a, b in ((1, 0), (3, 1))]
+    assert flat(server.bank["own"]).tolist() == pytest.approx(expected, **EXACT)
+    assert not server.work[0, WORK.index("bytes_down") :].any()
+
+
+def test_finetuned_values():
+    """n steps of each user from the global model: its loss a/2 ((1 - eta a)^n (w - b))^2."""
+    common = {"learning_rate": 0.1, "local_epochs": 5, "num_global_iters": 2, "eval_every": 1}
+    server, diary = watched(quadratics("FedAvg", finetune_steps=3, **common))
+    plain, silent = watched(quadratics("FedAvg", **common))
+    assert torch.equal(flat(server.params), flat(plain.params))
+    assert not silent.personal
+    for t, w in enumerate((0.3, 0.529749)):
+        expected = [a / 2 * ((1 - 0.1 * a) ** 3 * (w - b)) ** 2 for a, b in ((1, 0), (3, 1))]
+        assert diary.personal[t]["finetuned"].loss["test"] == pytest.approx(expected, **EXACT)
+        assert (diary.main[t].loss["test"] == silent.main[t].loss["test"]).all()
 
 
 # ---- Per-FedAvg

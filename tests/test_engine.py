@@ -58,8 +58,10 @@ def assert_same_metrics(a, b):
 def test_blocks_equal_the_reference(algorithm, model, unit, semantics):
     options = unit | {"semantics": semantics}
     reference = run(algorithm, model, 0, **options)
-    start = flat(federation(algorithm, model, **options).params)
-    assert not torch.equal(flat(reference[0].params), start)
+    start = federation(algorithm, model, **options)
+    trained = "own" if "own" in start.bank else "params"
+    states = (getattr(s, trained, None) or s.bank[trained] for s in (reference[0], start))
+    assert not torch.equal(*map(flat, states))
     for block_size in (1, 3, ALL):
         assert_same(reference, run(algorithm, model, block_size, **options))
 
@@ -96,6 +98,7 @@ VARIANTS = [
     ("PerAvg", {"semantics": "authors2020"}),
     ("FedNova", {"momentum": 0.9, "mu": 0.3, "server_momentum": 0.5}),
     ("FedProx", {"momentum": 0.9, "mu": 0.3}),
+    ("FedAvg", {"finetune_steps": 2, "momentum": 0.5}),
     ("FedAvg", {"momentum": 0.9, "weighting": "uniform", "server_learning_rate": 0.5}),
     ("SCAFFOLD", {"scaffold_option": 1}),
     ("SCAFFOLD", {"weighting": "samples"}),

@@ -304,7 +304,7 @@ def test_state_kept_elsewhere_changes_nothing(algorithm):
     assert all(p.device.type == "cpu" for bank in apart.bank.values() for p in bank)
 
 
-@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a != "pFedMe"])
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a not in ("pFedMe", "Local")])
 def test_a_round_touches_the_sampled_users_alone(algorithm, monkeypatch):
     """Two thousand users, five sampled: minibatches are drawn for five."""
     data = blobs(train=[3] * 2000)

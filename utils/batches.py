@@ -161,6 +161,14 @@ class Planner:
             plans.append(self._assemble(drawn, ids.shape, steps=1))
         return plans
 
+    def finetune(self, ids: np.ndarray, round_number: int, count: int) -> Plan:
+        """`count` minibatches of train data in fresh permutations; never touches a cursor."""
+        drawn = []
+        for run, user in cells(ids):
+            steps = count * min(1, int(self.data.sizes["train"][user]))
+            drawn.append(self._draw("adapt", run, user, round_number, "train", steps)[:, None])
+        return self._assemble(drawn, ids.shape)
+
     def full_pass(self, ids: np.ndarray, chunk: int) -> Plan:
         """All train samples once, in file order, every sample weighing 1 / n_i."""
         sizes = self.data.sizes["train"][ids]

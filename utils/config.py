@@ -201,6 +201,9 @@ class Config:
     )
     server_momentum: float = _option(0.0, _Number(float, 0, 0.999999), "momentum of the server")
     server_learning_rate: float = _option(1.0, _STEP, "scale of the server's step")
+    finetune_steps: int = _option(
+        0, _Number(int, 0, 10**6), "evaluate the global model after so many steps of each user, too"
+    )
     scaffold_option: int = _option(2, _Choice((1, 2)), "how c_i is updated: option I or II")
     eval_every: int = _option(1, _Number(int, 0, 10**9), "rounds between evaluations; 0: never")
     gpu: int = _option(0, _Number(int, -1, 10**6), "CUDA device; -1: CPU")
@@ -248,7 +251,7 @@ class Config:
     @property
     def primary(self) -> str:
         """Which personalised model the `_p` file holds; "" where the algorithm has none."""
-        names = self.server_class.user_class.personal
+        names = self.server_class.personal_names(self)
         return self.personal if self.personal in names else (*names, "")[0]
 
     def initial_seed(self, repetition: int) -> int:
@@ -264,8 +267,8 @@ class Config:
 
     def options(self) -> list[str]:
         """The fields that this algorithm reads."""
-        own = self.server_class.options
-        return [f for f in FIELDS if f in own or f not in ALGORITHM_FIELDS]
+        own, unread = self.server_class.options, self.server_class.unread
+        return [f for f in FIELDS if f in own or (f not in ALGORITHM_FIELDS and f not in unread)]
 
 
 FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}

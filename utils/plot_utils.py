@@ -29,7 +29,8 @@ QUANTITIES = {
     "theta_test_acc": "theta_test_acc",
     "local_test_acc": "local_test_acc",
 }
-EVALUATED = {"theta": "personalised theta", "local": "local w_i"}
+EVALUATED = {"theta": "personalised theta", "local": "local w_i", "own": "trained alone"}
+EVALUATED["finetuned"] = "fine-tuned"
 # `--semantics` sets these; where they follow from it, naming it says enough. Importing them from
 # utils.config would bring torch along.
 SWITCHES = {"inner_weight_decay", "theta_start", "weighting", "personal", "batches"}

@@ -310,7 +310,7 @@ class Recorder:
                 self._attributes(file, status, primary, self.paths[False])
                 entries = [(r, models[primary]) for r, models in self.personal]
                 _write_curves(file, entries, len(self.split.users))
-                names = self.server.user_class.personal
+                names = self.server.personal_names(self.config)
                 for name in names if len(names) > 1 else ():
                     curve = [models[name].accuracy("test") for _, models in self.personal]
                     file[f"{name}_test_acc"] = np.array(curve, dtype=np.float64)

@@ -2,6 +2,7 @@
 
 from FLAlgorithms.servers.serveravg import FedAvg
 from FLAlgorithms.servers.serverbase import Server
+from FLAlgorithms.servers.serverlocal import Local
 from FLAlgorithms.servers.servernova import FedNova
 from FLAlgorithms.servers.serverperavg import PerAvg
 from FLAlgorithms.servers.serverpFedMe import pFedMe
@@ -15,4 +16,5 @@ ALGORITHMS: dict[str, type[Server]] = {
     "FedProx": FedProx,
     "FedNova": FedNova,
     "SCAFFOLD": SCAFFOLD,
+    "Local": Local,
 }

@@ -5,7 +5,8 @@ Deep Networks from Decentralized Data. AISTATS 2017.
 
 Differences from the paper:
 1. `--local_epochs R` counts minibatch steps unless `--local_unit epochs`.
-2. `--momentum` (local) and `--server_learning_rate` are additions, off by default.
+2. `--momentum` (local), `--server_learning_rate` and `--finetune_steps` (evaluate the global model
+   after so many local steps of every user, too) are additions, off by default.
 Differences from the authors' code (the pFedMe project's FedAvg): none known under
 `--semantics authors`; by default its minibatches are shuffled, there they come in file order.
 """
@@ -21,8 +22,18 @@ class FedAvg(Server):
     """Average the sampled users' models, weighted by their samples."""
 
     user_class = UserAVG
-    options = ("momentum", "server_learning_rate")
+    options = ("momentum", "server_learning_rate", "finetune_steps", "save_models")
+    personal_at = "start"
     step_options = ("learning_rate", "server_learning_rate")
+
+    @classmethod
+    def warnings(cls, config) -> list[str]:
+        idle = config.save_models and not config.finetune_steps
+        return ["--save_models has no effect without --finetune_steps"] if idle else []
+
+    @classmethod
+    def personal_names(cls, config) -> tuple[str, ...]:
+        return cls.user_class.personal if config.finetune_steps else ()
 
     def round(self) -> None:
         mean = WeightedMean()

@@ -64,7 +64,8 @@ class Server:
     Everything global has shape (*lead, *shape): `lead` is () for one repetition and (T,) for T of
     them in lockstep, each in a row of its own. Ids are (*lead, number of users).
 
-    `options`: the Config fields the algorithm reads beyond the common ones. `overrides`: its own
+    `options`: the Config fields the algorithm reads beyond the common ones, `unread`: common ones
+    that it does not read. `overrides`: its own
     defaults of the semantics' switches. `personal_at`: when personalised models are evaluated,
     "start" (adapted from w_t before training) or "trained" (as they come out of local training).
     `step_options`: what to look at when a run diverges, the likeliest first. `state`: attributes of
@@ -73,8 +74,9 @@ class Server:
 
     user_class: ClassVar[type[User]]
     options: ClassVar[tuple[str, ...]] = ()
+    unread: ClassVar[tuple[str, ...]] = ()
     overrides: ClassVar[dict[str, dict[str, object]]] = {}
-    personal_at: ClassVar[str] = ""
+    personal_at: str = ""
     step_options: ClassVar[tuple[str, ...]] = ("learning_rate",)
     state: ClassVar[tuple[str, ...]] = ()
 
@@ -98,6 +100,8 @@ class Server:
         several = isinstance(observer, Sequence)
         self.observers = list(observer) if several else [observer] * len(models)
         self.lead = (len(models),) if together else ()
+        if not self.personal_names(config):
+            self.personal_at = ""
         self.planner = Planner(config, data, self.repetitions)
         own = [[p.detach() for p in m.parameters()] for m in models]
         self.params = [torch.stack(same) for same in zip(*own, strict=True)] if together else own[0]
@@ -126,6 +130,11 @@ class Server:
     def warnings(cls, config: Config) -> list[str]:
         """One line for every option value known to be dangerous."""
         return []
+
+    @classmethod
+    def personal_names(cls, config: Config) -> tuple[str, ...]:
+        """Names of the personalised models that a run with these options evaluates."""
+        return cls.user_class.personal
 
     def setup(self) -> None:
         """Create the server's own state."""
@@ -336,7 +345,8 @@ class Server:
         steps = plan.steps.reshape(runs, -1).sum(-1)
         samples = plan.counts.sum((0, 1)).reshape(runs, -1).sum(-1)
         sent = [self.params, *payload.values()]
-        down = sum(p.numel() * p.element_size() for ps in sent for p in ps) // runs
+        # Who never reports is sent nothing either.
+        down = bool(uploads) * sum(p.numel() * p.element_size() for ps in sent for p in ps) // runs
         received = [t for ps in uploads.values() for t in ([ps] if isinstance(ps, Tensor) else ps)]
         up = sum(t.numel() * t.element_size() for t in received) // max(user.ids.size, 1)
         self.work += np.stack(

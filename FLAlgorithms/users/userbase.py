@@ -79,6 +79,14 @@ class User:
             self.active = self.numbers(plan.steps)
             yield self._batch(plan, 0, 0, stage=1 + turn)
 
+    def finetuning_steps(self, count: int) -> Iterator[Batch]:
+        """`count` minibatches of the user's train data, apart from those of its local steps."""
+        self.model.train()
+        plan = self.planner.finetune(self.ids, self.round_number, count)
+        for step in range(len(plan.rows)):
+            self.active = plan.active_at(step)
+            yield self._batch(plan, step, 0, stage=1)
+
     def backward(self, batch: Batch) -> None:
         """Leave each user's gradient of its mean minibatch loss in its row of every `.grad`."""
         self.calls += 1
