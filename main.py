@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from utils.config import Config, parse_command_line
-from utils.errors import guarded
-from utils.jobs import run_job
+from utils.config import parse_command_line
+from utils.errors import InputError, guarded
+from utils.grid import read_grid
+from utils.jobs import run_grid
 from utils.replay import replay, verify
 
 
@@ -20,8 +21,10 @@ def _run(argv: Sequence[str]) -> int:
     values, files = parse_command_line(argv)
     for name, again in {"replay": replay, "verify": verify}.items():
         if name in files:
+            if len(files) > 1:
+                raise InputError(f"--{name}: not together with --{min(files.keys() - {name})}")
             return again(files[name], values)
-    return run_job(Config(**values), values)
+    return run_grid(read_grid(files.get("config"), values))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,22 @@ from utils.errors import InputError, Parser, guarded
 FILTERS = ("dataset", "model", "algorithm")
 
 
-def _parser() -> Parser:
+def _parser(job: bool) -> Parser:
+    """`job`: for `--config`, whose other words are options of main.py."""
     parser = Parser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("paths", nargs="*", type=Path, metavar="FILE or FOLDER", help="default: --results_dir")
+    if not job:
+        add("paths", nargs="*", type=Path, metavar="FILE or FOLDER", help="default: --results_dir")
     for key in FILTERS:
         add(f"--{key}", action="append", help=f"only this {key}; may be given several times")
     add("--only", choices=("global", "personal"), help="only this kind of model")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE.yaml",
+        help="the results of this job, beside what was published: figure, and the table as "
+        "RESULTS_DIR/NAME.md and .csv; takes the options that main.py was given with it",
+    )
     add("--results_dir", type=Path, default=Path("results"), help="default: %(default)s")
     add(
         "--out",
@@ -38,11 +47,17 @@ def _place(args: argparse.Namespace, group: tuple[str, str], several: bool) -> P
 
 
 def _run(argv: list[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    job = any(word.split("=")[0] == "--config" for word in argv)
+    args, rest = _parser(job).parse_known_args(argv)
+    if rest and not job:
+        raise InputError(f"{rest[0]}: unknown option; see --help")
     if args.out and args.out.suffix.lower() not in plots.FORMATS:
         raise InputError(f"--out {args.out}: the name must end in {', '.join(plots.FORMATS)}")
     if not 0 < args.target <= 1:
         raise InputError(f"--target {args.target:g}: must be a fraction above 0 and at most 1")
+    if job:
+        return _compare(args, rest)
     wanted = {key: getattr(args, key) for key in FILTERS if getattr(args, key)}
     runs = plots.select(plots.read_runs(args.paths or [args.results_dir]), wanted, args.only)
     curves = plots.make_curves(runs)
@@ -54,6 +69,26 @@ def _run(argv: list[str] | None) -> int:
         place = _place(args, group, len(groups) > 1)
         plots.save(plots.draw(members), place)
         print(f"figure: {place}")
+    if args.csv:
+        plots.write_csv(args.csv, curves)
+        print(f"curves: {args.csv}")
+    return 0
+
+
+def _compare(args: argparse.Namespace, rest: list[str]) -> int:
+    from utils import compare  # brings torch along, which plain plotting does without
+    from utils.config import parse_command_line
+    from utils.grid import read_grid
+
+    options, _ = parse_command_line(rest)
+    grid = read_grid(str(args.config), options | {"results_dir": str(args.results_dir)})
+    curves, published = compare.read_grid_results(grid)
+    stem = (args.out or args.results_dir / args.config.stem).with_suffix("")
+    figure = args.out or stem.with_name(stem.name + ".png")
+    plots.save(plots.draw(curves, grid.title, published), figure)
+    tables = compare.write(grid, curves, published, stem)
+    print(tables[0].read_text(encoding="utf-8"))
+    print(f"figure: {figure}\ntables: {', '.join(map(str, tables))}")
     if args.csv:
         plots.write_csv(args.csv, curves)
         print(f"curves: {args.csv}")

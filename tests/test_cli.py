@@ -16,8 +16,9 @@ import main
 import main_plot
 from FLAlgorithms.servers import ALGORITHMS
 from tests.toys import federation, flat, run_main, watched
-from utils.config import FIELDS, NOT_NUMBERS, Config, notices, parse_command_line
+from utils.config import FIELDS, NOT_NUMBERS, Config, notices
 from utils.errors import InputError
+from utils.grid import read_grid
 
 ROOT = Path(main.__file__).parent
 PUBLISHED = [
@@ -167,11 +168,13 @@ def test_yaml_fills_the_config_and_the_command_line_wins(tmp_path):
         "algorithm: FedProx\nmu: 1e-2\nlamda: 2.5\nsave_models: true\nshared_init: yes\n"
         "block_size: auto\ntimes: 3\nseed: 010\n"
     )
-    values, _ = parse_command_line(["--config", str(path), "--times", "7"])
-    assert values == {
+    (run,) = read_grid(str(path), {"times": 7}).runs
+    expected = {
         **{"algorithm": "FedProx", "mu": 0.01, "lamda": 2.5, "save_models": True},
         **{"shared_init": "yes", "block_size": "auto", "times": 7, "seed": 10},
     }
+    assert run.config == Config(**expected)
+    assert set(run.given) == set(expected)
 
 
 def test_help_groups_options_by_reader(capsys):
@@ -398,6 +401,6 @@ def test_a_toy_algorithm_is_two_files_and_one_line(leaf, tmp_path):
 
 
 def test_the_headline_file_spells_out_the_defaults():
-    values, _ = parse_command_line(["--config", str(ROOT / "config" / "headline.yaml")])
-    assert len(values) > 10
-    assert Config(**values) == Config()
+    (run,) = read_grid(str(ROOT / "config" / "headline.yaml"), {}).runs
+    assert len(run.given) > 10
+    assert run.config == Config()

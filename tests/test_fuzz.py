@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from tests.test_results import StopAfter
 from tests.toys import run_main
-from utils.config import FIELDS, FILES, Config, notices, parse_command_line, read_yaml
+from utils.config import FIELDS, FILES, Config, notices, parse_command_line
 from utils.errors import guarded
+from utils.grid import read_grid
 from utils.jobs import Job, prepare
 from utils.model_utils import _read_idx, read_data
 from utils.partition import Split
@@ -110,10 +111,9 @@ def test_any_command_line(words):
 @cases(50)
 def test_any_name_of_a_file(words):
     for name in FILES:
-        given = {} if name == "replay" else None
-        reader = read_yaml if given is None else lambda path: read_recording(path, {})
+        reader = {"replay": read_recording}.get(name, read_grid)
         for word in words:
-            assert not answered(lambda reader=reader, word=word: reader(word))
+            assert not answered(lambda reader=reader, word=word: reader(word, {}))
 
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6))
@@ -143,7 +143,7 @@ DOCUMENTS = st.one_of(
 def test_any_yaml(content, tmp_path):
     path = tmp_path / "options.yaml"
     path.write_bytes(content)
-    answered(lambda: Config(**read_yaml(str(path))))
+    answered(lambda: read_grid(str(path), {}))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_any_yaml(content, tmp_path):
 def test_yaml_that_the_library_chokes_on(content, tmp_path):
     path = tmp_path / "options.yaml"
     path.write_text(content)
-    assert not answered(lambda: read_yaml(str(path)))
+    assert not answered(lambda: read_grid(str(path), {}))
 
 
 # ---- damaged files
@@ -381,7 +381,7 @@ def test_no_file_executes(target, pack, job, leaf, tmp_path):
         offer(path, lambda: read_recording(str(path), {}))
         offer(path, lambda: read_run(path))
     elif target == "yaml":
-        offer(path, lambda: read_yaml(str(path)))
+        offer(path, lambda: read_grid(str(path), {}))
     else:
         offer(path, lambda: _read_idx(path, (6,)))
 

@@ -327,7 +327,7 @@ def test_progress_lines_name_round_accuracy_loss_and_time(capsys, monkeypatch):
 
     monkeypatch.setattr(Progress, "EVERY", 0.0)
     progress = Progress("job", 10)
-    watch = Watch(lambda done, text: progress.show(0, done, text))
+    watch = Watch(lambda done, text: progress.show(0, "", done, text))
     watch.personalized(Metrics())
     watch.evaluated(5, Metrics())
     line = capsys.readouterr().err

@@ -283,7 +283,11 @@ NOT_NUMBERS = frozenset(
 
 # Options that name a file and belong to no configuration: {name: (metavar, help)}.
 FILES = {
-    "config": ("FILE.yaml", "flat keys = option names; options on the command line win"),
+    "config": (
+        "FILE.yaml",
+        "one run (keys = option names) or many (defaults, runs; lists are swept); options on the "
+        "command line win; of many runs, what is missing is run",
+    ),
     "verify": (
         "FILE.h5",
         "run a recorded configuration anew, as it was started, and compare every array bitwise",
@@ -314,8 +318,8 @@ def parse_value(name: str, text: str, where: str) -> object:
         raise InputError(f"{where} {text!r}: not {parse.says}{hint}") from None
 
 
-def read_yaml(path: str) -> dict[str, object]:
-    """A YAML file of flat keys = option names as Config values; raises InputError."""
+def read_yaml(path: str) -> yaml.MappingNode:
+    """A YAML file's top level, its scalars still text; raises InputError."""
     try:
         # Scalars stay text, so that the options' own parsers are the only judges of values.
         node = yaml.compose(Path(path).read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)
@@ -329,19 +333,31 @@ def read_yaml(path: str) -> dict[str, object]:
         raise InputError(f"--config {path}: not valid YAML{line}") from None
     if not isinstance(node, yaml.MappingNode):
         raise InputError(f"--config {path}: must hold lines `option: value`")
-    values = {}
+    return node
+
+
+def yaml_items(node: yaml.Node, known: Iterable[str], where: str) -> dict[str, yaml.Node]:
+    """A mapping's values by key; raises InputError for keys that are unknown or given twice."""
+    if not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{where}: must hold lines `key: value`")
+    found = {}
     for name, value in node.value:
         key = name.value if isinstance(name, yaml.ScalarNode) else "a list or mapping"
-        if key not in FIELDS:
-            near = difflib.get_close_matches(str(key), FIELDS, n=1)
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; see python main.py --help"
-            raise InputError(f"--config {path}: unknown key {key!r}{hint}")
-        if key in values:
-            raise InputError(f"--config {path}: {key} is given twice")
-        if not isinstance(value, yaml.ScalarNode) or value.value in ("", "null", "~"):
-            raise InputError(f"--config {path}: {key} needs a single value")
-        values[key] = parse_value(key, value.value, f"--config {path}: {key}")
-    return values
+            raise InputError(f"{where}: unknown key {key!r}{hint}")
+        if key in found:
+            raise InputError(f"{where}: {key} is given twice")
+        found[key] = value
+    return found
+
+
+def yaml_option(key: str, node: yaml.Node, where: str) -> object:
+    """An option's value in a YAML file; raises InputError."""
+    if not isinstance(node, yaml.ScalarNode) or node.value in ("", "null", "~"):
+        raise InputError(f"{where}: {key} needs a single value")
+    return parse_value(key, node.value, f"{where}: {key}")
 
 
 def build_parser() -> Parser:
@@ -375,15 +391,14 @@ def build_parser() -> Parser:
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], dict[str, str]]:
-    """The values given explicitly (YAML first, command line over it), and the files named."""
+    """The options given, as Config values, and the files named."""
     _check_names(argv)
     given = vars(build_parser().parse_args(argv))
     files = {name: given.pop(name, None) for name in FILES}
     for name, path in files.items():
         if path == "":
             raise InputError(f"--{name}: the file name is empty")
-    values = read_yaml(files["config"]) if files["config"] is not None else {}
-    values |= {name: parse_value(name, text, f"--{name}") for name, text in given.items()}
+    values = {name: parse_value(name, text, f"--{name}") for name, text in given.items()}
     return values, {name: path for name, path in files.items() if path is not None}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from FLAlgorithms.trainmodel.models import Classifier, build_model
 from utils.batches import PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
+from utils.grid import Grid, Run
 from utils.model_utils import Source, default_normalize, features, read_data
 from utils.parallel import run_parallel
 from utils.partition import Split
@@ -25,6 +26,7 @@ from utils.results import (
     append,
     average,
     check_writable,
+    checkpoint_path,
     finished,
     result_path,
     summary,
@@ -59,49 +61,33 @@ class Job:
         model = self.model(repetition) if one else [self.model(i) for i in repetition]
         return self.config.server_class(self.config, self.data, model, repetition, **extra)
 
-    def is_finished(self, repetition: int) -> bool:
-        """Whether the repetition's files hold whole runs."""
-        kinds = [False, True] if self.config.primary else [False]
-        return all(finished(self.path(personal, repetition)) for personal in kinds)
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether the repetitions train side by side in one block."""
-        several = len(self.config.repetitions) > 1 and not list(self.model(0).buffers())
-        on_gpu = self.data.x.device.type == "cuda"
-        return several and {"yes": True, "no": False, "auto": on_gpu}[self.config.lockstep]
-
-    def label(self, repetitions: list[int]) -> str:
-        """How progress and messages call some repetitions."""
-        c = self.config
-        which = "-".join(str(r) for r in dict.fromkeys((repetitions[0], repetitions[-1])))
-        return f"{c.algorithm} {c.dataset} {c.model} [{which}]"
-
     def recorder(self, repetition: int, progress: Watch | None) -> Recorder:
         """A recorder that writes where the configuration says."""
         facts = {"device": str(self.data.x.device), "normalize": self.normalize}
         return Recorder(self.config, self.split, repetition, facts, progress)
 
-    def path(self, personal: bool, repetition: object) -> Path:
-        """The result file of a repetition, or of the average (`avg`)."""
-        return result_path(self.config, self.split, personal, repetition)
 
-
-def prepare(config: Config, source: Source, split: Split) -> Job:
-    """Normalise, move to the device, set threads."""
-    torch.set_num_threads(config.threads)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+def settle(config: Config, source: Source, split: Split) -> Config:
+    """The same job with everything spelled out that the options leave to the data."""
     config = config.resolved()
-    usual = default_normalize(source, split)
-    normalize = config.normalize or usual
     # Asking for the usual features by name is the same configuration as not asking.
-    config = dataclasses.replace(config, normalize=None if normalize == usual else normalize)
+    if config.normalize == default_normalize(source, split):
+        config = dataclasses.replace(config, normalize=None)
     users = int(sum(len(rows) > 0 for rows in split.train))
     if not users:
         raise InputError(f"--split {config.split}: no user has train samples")
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
+    return config
+
+
+def prepare(config: Config, source: Source, split: Split) -> Job:
+    """Normalise, move to the device, set threads."""
+    torch.set_num_threads(config.threads)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    config = settle(config, source, split)
+    normalize = config.normalize or default_normalize(source, split)
     flat = build_model(config.model, source.shape, source.classes, config.seed).flat
     data = federate(source, split, features(source, split, normalize), flat)
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
@@ -132,49 +118,142 @@ def _device(gpu: int) -> torch.device:
     return torch.device("cpu")
 
 
-def run_job(config: Config, given: Iterable[str]) -> int:
-    """All repetitions of a job; 0, or 1 if one diverged, or 130 after Ctrl-C."""
-    for line in notices(config, given):
-        say(f"notice: {line}")
-    if "gpu" not in given and not torch.cuda.is_available():
-        config = dataclasses.replace(config, gpu=-1)
-    job = prepare(config, *read_data(config.dataset, config.split))
-    check_writable(job.path(True, "avg"))
-    if config.log_file is not None:
-        append(config.log_file, "")
+class Loader:
+    """Data and jobs, kept for the next run that wants the same ones."""
+
+    def __init__(self) -> None:
+        self._data: tuple[tuple[str, str], tuple[Source, Split]] | None = None
+        self._job: tuple[Config, Job] | None = None
+
+    def data(self, config: Config) -> tuple[Source, Split]:
+        """The configuration's data set and split."""
+        key = (config.dataset, config.split)
+        if self._data is None or self._data[0] != key:
+            self._data = (key, read_data(*key))
+        return self._data[1]
+
+    def job(self, config: Config) -> Job:
+        """The configuration with its data on the device."""
+        if self._job is None or self._job[0] != config:
+            self._job = None  # two of them need not fit into memory
+            self._job = (config, prepare(config, *self.data(config)))
+        return self._job[1]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Repetitions of a settled configuration that run side by side, or a single one."""
+
+    config: Config
+    repetitions: list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A settled configuration, its split, and what is still to be done."""
+
+    config: Config
+    split: Split
+    tasks: list[Task]
+
+    @classmethod
+    def of(cls, run: Run, resume: bool, loader: Loader) -> Plan:
+        """Check all that can be checked before the first round; says what the user should know."""
+        config = dataclasses.replace(run.config, resume=resume or run.config.resume)
+        for line in notices(config, run.given):
+            say(f"notice: {line}")
+        known = "gpu" in run.given or torch.cuda.is_available()
+        if not known or _device(config.gpu).type == "cpu":
+            config = dataclasses.replace(config, gpu=-1)
+        source, split = loader.data(config)
+        config = settle(config, source, split)
+        check_writable(result_path(config, split, True, "avg"))
+        if config.log_file is not None:
+            append(config.log_file, "")
+        missing = []
+        for repetition in config.repetitions:
+            if config.resume and _is_finished(config, split, repetition):
+                # Left by a process that died between its last file and this.
+                checkpoint_path(config, split, repetition).unlink(missing_ok=True)
+            else:
+                missing.append(repetition)
+        model = build_model(config.model, source.shape, source.classes, config.seed)
+        hands = len(missing)
+        if _lockstep(config, model):
+            hands = min(config.jobs, hands)
+        return cls(config, split, [Task(config, missing[i::hands]) for i in range(hands)])
+
+    @property
+    def kept(self) -> int:
+        """How many repetitions were found finished."""
+        return len(self.config.repetitions) - sum(len(task.repetitions) for task in self.tasks)
+
+
+def _is_finished(config: Config, split: Split, repetition: int) -> bool:
+    """Whether the repetition's files hold whole runs."""
+    kinds = [False, True] if config.primary else [False]
+    return all(finished(result_path(config, split, personal, repetition)) for personal in kinds)
+
+
+def _lockstep(config: Config, model: Classifier) -> bool:
+    """Whether the repetitions train side by side in one block."""
+    several = len(config.repetitions) > 1 and not list(model.buffers())
+    return several and {"yes": True, "no": False, "auto": config.gpu >= 0}[config.lockstep]
+
+
+def label(config: Config, repetitions: Sequence[int]) -> str:
+    """How progress and messages call some repetitions."""
+    which = "-".join(str(r) for r in dict.fromkeys((min(repetitions), max(repetitions))))
+    return f"{config.algorithm} {config.dataset} {config.model} [{which}]"
+
+
+def run_grid(grid: Grid) -> int:
+    """All runs; 0, or 1 if a repetition diverged, or 130 after Ctrl-C.
+
+    Of many runs those that are finished are kept, and those that were interrupted go on.
+    """
+    many, loader = bool(grid.title), Loader()
+    plans = [Plan.of(run, many, loader) for run in grid.runs]
+    tasks = [task for plan in plans for task in plan.tasks]
+    if kept := sum(plan.kept for plan in plans):
+        say(f"{kept} finished repetitions are kept")
     started = time.monotonic()
     try:
-        code = _run_all(job)
+        code = _run_tasks(tasks, grid.title, loader) if tasks else 0
     except KeyboardInterrupt:
-        say("interrupted; the same command with --resume goes on from here")
+        say(f"interrupted; the same command{'' if many else ' with --resume'} goes on from here")
         return 130
-    report(job, time.monotonic() - started)
+    printed = [line for plan in plans for line in conclude(plan)]
+    plot = "python main_plot.py" + (f" --config {grid.path}" if many else "")
+    results_dir = plans[0].config.results_dir
+    if results_dir != Config.results_dir:
+        plot += f" --results_dir {results_dir}"
+    seconds = time.monotonic() - started
+    print("\n".join([*([] if many else printed), f"{seconds:.1f} s; figure and table: {plot}"]))
     return code
 
 
-def _run_all(job: Job) -> int:
-    config = job.config
-    repetitions = [r for r in config.repetitions if not (config.resume and job.is_finished(r))]
-    for done in set(config.repetitions) - set(repetitions):
-        # Left by a process that died between its last file and this.
-        job.recorder(done, None).checkpoint_path.unlink(missing_ok=True)
-    if len(repetitions) < len(config.repetitions):
-        say(f"{len(config.repetitions) - len(repetitions)} finished repetitions are kept")
-    if not repetitions:
-        return 0
-    hands = min(config.jobs, len(repetitions)) if job.lockstep else len(repetitions)
-    groups = [repetitions[i::hands] for i in range(hands)]
-    if config.jobs > 1 and hands > 1:
-        return run_parallel(job, groups)
-    code = 0
-    with Interrupts() as interrupts:
-        for group in groups:
-            progress = Progress(job.label(group), config.num_global_iters)
-            try:
-                code = max(code, run_repetitions(job, group, progress.show, interrupts.pause))
-            finally:
-                progress.close()
-    return code
+def _run_tasks(tasks: Sequence[Task], title: str, loader: Loader) -> int:
+    everybody = [r for task in tasks for r in task.repetitions]
+    progress = Progress(
+        title or label(tasks[0].config, everybody),
+        sum(task.config.num_global_iters for task in tasks),
+    )
+    shows = [
+        partial(progress.show, number, label(task.config, task.repetitions) if title else "")
+        for number, task in enumerate(tasks)
+    ]
+    try:
+        if len(tasks) > 1 and max(task.config.jobs for task in tasks) > 1:
+            return run_parallel(tasks, shows)
+        code = 0
+        with Interrupts() as interrupts:
+            for task, show in zip(tasks, shows, strict=True):
+                job = loader.job(task.config)
+                code = max(code, run_repetitions(job, task.repetitions, show, interrupts.pause))
+        return code
+    finally:
+        progress.close()
 
 
 def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callable[[], None]) -> int:
@@ -184,7 +263,7 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
     checkpoints; repetitions in lockstep whose checkpoints differ in their round go on one by one.
     """
     together = len(repetitions) > 1
-    watch = Watch(lambda done, text: show(repetitions[0], done, text))
+    watch = Watch(show)
     recorders = [job.recorder(r, watch if r == repetitions[0] else None) for r in repetitions]
     saved = [recorder.load_checkpoint() for recorder in recorders] if job.config.resume else []
     if len({checkpoint["server"]["round"] if checkpoint else 0 for checkpoint in saved}) > 1:
@@ -197,7 +276,7 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
         if checkpoint:
             recorder.restore(checkpoint)
             done = server.round_number
-            say(f"{job.label([recorder.repetition])}: resumed after round {done}")
+            say(f"{label(job.config, [recorder.repetition])}: resumed after round {done}")
     status = "interrupted"
     try:
         server.run()
@@ -210,27 +289,22 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
             written = recorder.save(ended)
             if ended != "finished":
                 why = server.failed.get(run, ended)
-                files = ", ".join(map(str, written))
-                say(f"{job.label([recorder.repetition])}: {why}; what was measured is in {files}")
+                name, files = label(job.config, [recorder.repetition]), ", ".join(map(str, written))
+                say(f"{name}: {why}; what was measured is in {files}")
     return int(bool(server.failed))
 
 
-def report(job: Job, seconds: float) -> None:
-    """Average what is finished and print where everything is, with the tables."""
-    config = job.config
-    printed = []
+def conclude(plan: Plan) -> list[str]:
+    """Average what is finished; the lines that say where everything is, with the tables."""
+    config, printed = plan.config, []
     for personal in [False, True] if config.primary else [False]:
-        wanted = [job.path(personal, i) for i in range(config.times)]
-        done = [path for path in wanted if finished(path)]
+        path = partial(result_path, config, plan.split, personal)
+        done = [path(i) for i in range(config.times) if finished(path(i))]
         what = f"personalised ({config.primary})" if personal else "global model"
         printed += summary(done, f"{config.algorithm}, {what}, test accuracy %")
-        if len(done) == len(wanted):
-            average(done, job.path(personal, "avg"))
-            done = [*done, job.path(personal, "avg")]
-        printed += [f"  {path}" for path in done]
-        if done and not personal:
-            printed.append(totals(done[0]))
-    plot = "python main_plot.py"
-    if config.results_dir != Config.results_dir:
-        plot += f" --results_dir {config.results_dir}"
-    print("\n".join([*printed, f"{seconds:.1f} s; figure and table: {plot}"]))
+        work = [totals(done[0])] if done and not personal else []
+        if len(done) == config.times:
+            average(done, path("avg"))
+            done = [*done, path("avg")]
+        printed += [*(f"  {file}" for file in done), *work]
+    return printed

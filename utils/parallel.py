@@ -1,102 +1,112 @@
-"""Repetitions in several processes, one thread each unless told otherwise, with one display."""
+"""Tasks in several processes, one thread each unless told otherwise, with one display."""
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import queue
 import signal
 import time
-from itertools import chain
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from utils.config import Config, say
+from utils.config import say
 from utils.errors import InputError
-from utils.model_utils import read_data
-from utils.progress import Progress
+from utils.progress import Show
 
 if TYPE_CHECKING:
-    from utils.jobs import Job
+    from utils.jobs import Task
 
 SECONDS_BETWEEN_NEWS = 0.2
 
 
-def run_parallel(job: Job, groups: list[list[int]]) -> int:
-    """Groups of repetitions dealt to `--jobs` processes; 0, or 1 if one diverged or was lost.
+def run_parallel(tasks: Sequence[Task], shows: Sequence[Show]) -> int:
+    """Tasks taken one by one by `--jobs` processes; 0, or 1 if one diverged or was lost.
 
     Spawned processes read the data themselves and write their own result files, so that the
     numbers are those of one process. Ctrl-C reaches them through `stop`, between two rounds.
     """
-    config, context = job.config, multiprocessing.get_context("spawn")
-    news, stop = context.Queue(), context.Event()
-    device = job.data.x.device
-    quiet = dataclasses.replace(config, gpu=-1 if device.type == "cpu" else device.index)
-    hands = [groups[i :: config.jobs] for i in range(min(config.jobs, len(groups)))]
-    arguments = [(quiet, hand, news, stop) for hand in hands]
-    workers = [context.Process(target=_work, args=a, daemon=True) for a in arguments]
-    progress = Progress(job.label(sorted(chain(*groups))), config.num_global_iters, len(groups))
-    codes: list[int] = []
-    errors: list[str] = []
+    context = multiprocessing.get_context("spawn")
+    todo, news, stop = context.Queue(), context.Queue(), context.Event()
+    size = min(len(tasks), max(task.config.jobs for task in tasks))
+    for numbered in [*enumerate(tasks), *[None] * size]:
+        todo.put(numbered)
+    workers = [
+        context.Process(target=_work, args=(todo, news, stop), daemon=True) for _ in range(size)
+    ]
+    heard = Heard(shows)
     for worker in workers:
         worker.start()
     try:
         while any(worker.is_alive() for worker in workers):
-            _listen(news, progress, codes, errors)
+            heard.listen(news)
     except KeyboardInterrupt:
         stop.set()
         while any(worker.is_alive() for worker in workers):
-            _listen(news, progress, codes, errors)
+            heard.listen(news)
         raise
     finally:
         stop.set()
-        _listen(news, progress, codes, errors)
-        progress.close()
-    for worker, hand in zip(workers, hands, strict=True):
+        heard.listen(news)
+        todo.cancel_join_thread()
+    for worker in workers:
         worker.join()
-        if worker.exitcode:
-            say(f"repetitions {[*chain(*hand)]}: their process ended with {worker.exitcode}")
-            codes.append(1)
-    if errors:
-        raise InputError(errors[0])
-    return max(codes)
+    if lost := [worker.exitcode for worker in workers if worker.exitcode]:
+        heard.codes.append(1)
+        say(f"{len(lost)} of {size} processes ended with {', '.join(map(str, lost))}")
+    if heard.errors:
+        raise InputError(heard.errors[0])
+    return max(heard.codes)
 
 
-def _listen(
-    news: multiprocessing.Queue, progress: Progress, codes: list[int], errors: list[str]
-) -> None:
-    """Take all news there is; wait a little for the first."""
-    wait = SECONDS_BETWEEN_NEWS
-    while True:
-        try:
-            what, *rest = news.get(timeout=wait)
-        except queue.Empty:
-            return
-        {"show": progress.show, "code": codes.append, "error": errors.append}[what](*rest)
-        wait = 0.0
+class Heard:
+    """What the processes have told."""
+
+    def __init__(self, shows: Sequence[Show]) -> None:
+        self.shows = shows
+        self.codes: list[int] = []
+        self.errors: list[str] = []
+
+    def listen(self, news: multiprocessing.Queue) -> None:
+        """Take all news there is; wait a little for the first."""
+        take = {"show": self._show, "code": self.codes.append, "error": self.errors.append}
+        wait = SECONDS_BETWEEN_NEWS
+        while True:
+            try:
+                what, *rest = news.get(timeout=wait)
+            except queue.Empty:
+                return
+            take[what](*rest)
+            wait = 0.0
+
+    def _show(self, number: int, round_number: int, text: str) -> None:
+        self.shows[number](round_number, text)
 
 
-def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, stop: object) -> None:
-    """One process: its groups of repetitions, one after the other."""
-    from utils.jobs import prepare, run_repetitions  # here, since jobs imports this module
+def _work(todo: multiprocessing.Queue, news: multiprocessing.Queue, stop: object) -> None:
+    """One process: tasks, one after the other."""
+    from utils.jobs import Loader, run_repetitions  # here, since jobs imports this module
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    job = prepare(config, *read_data(config.dataset, config.split))
-    told = dict.fromkeys(config.repetitions, 0.0)
+    loader, told = Loader(), {}
 
     def pause() -> None:
         if stop.is_set():
             raise KeyboardInterrupt
 
-    def show(repetition: int, round_number: int, text: str) -> None:
+    def show(number: int, rounds: int, round_number: int, text: str) -> None:
         now = time.monotonic()
-        last = round_number == config.num_global_iters
-        if last or now - told[repetition] >= SECONDS_BETWEEN_NEWS:
-            told[repetition] = now
-            news.put(("show", repetition, round_number, text))
+        if round_number == rounds or now - told.get(number, 0.0) >= SECONDS_BETWEEN_NEWS:
+            told[number] = now
+            news.put(("show", number, round_number, text))
 
     try:
-        for group in hand:
-            news.put(("code", run_repetitions(job, group, show, pause)))
+        while (numbered := todo.get()) is not None:
+            pause()
+            number, task = numbered
+            job = loader.job(task.config)
+            tell = partial(show, number, task.config.num_global_iters)
+            news.put(("code", run_repetitions(job, task.repetitions, tell, pause)))
     except KeyboardInterrupt:
         news.put(("code", 130))
     except InputError as error:

@@ -5,12 +5,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
@@ -19,6 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from utils.errors import InputError
+
+if TYPE_CHECKING:
+    from utils.grid import Published
 
 FORMATS = (".png", ".pdf", ".svg")
 QUANTITIES = {
@@ -69,6 +73,9 @@ class Run:
         return self.config["dataset"], self.config["model"]
 
 
+Key = tuple[str, str]  # a configuration's identity, and the evaluated model
+
+
 @dataclass(frozen=True)
 class Curve:
     """The repetitions of one configuration and one evaluated model."""
@@ -82,10 +89,15 @@ class Curve:
     note: str
     rounds: np.ndarray
     values: dict[str, np.ndarray]
+    beside: bool = False  # not the configuration's own choice of a personalised model
+
+    @property
+    def key(self) -> Key:
+        return self.identity, self.evaluates
 
     @property
     def label(self) -> str:
-        parts = (self.algorithm, EVALUATED.get(self.evaluates, self.evaluates), self.options)
+        parts = (self.algorithm, evaluated(self), self.options)
         count = "average" if self.repetitions == "avg" else f"n={self.repetitions}"
         remarks = (count, self.note)
         return f"{', '.join(filter(None, parts))} ({', '.join(filter(None, remarks))})"
@@ -212,6 +224,23 @@ def make_curves(runs: list[Run]) -> list[Curve]:
         sets.setdefault((run.identity, run.evaluates, run.status == "finished"), []).append(run)
     curves = [_average(members, options[members[0].identity]) for members in sets.values()]
     return sorted(curves, key=_order)
+
+
+def with_beside(curves: list[Curve]) -> list[Curve]:
+    """The same curves, and after each those of the models its file holds beside the chosen one."""
+    found = []
+    for curve in curves:
+        found.append(curve)
+        for name in ("theta", "local"):
+            if name != curve.evaluates and f"{name}_test_acc" in curve.values:
+                values = {"test_acc": curve.values[f"{name}_test_acc"]}
+                found.append(replace(curve, evaluates=name, values=values, beside=True))
+    return found
+
+
+def evaluated(curve: Curve) -> str:
+    """How the legend calls the evaluated model."""
+    return EVALUATED.get(curve.evaluates, curve.evaluates)
 
 
 def _order(curve: Curve) -> tuple:
@@ -359,7 +388,7 @@ def _row(curve: Curve, target: float) -> tuple[str, ...]:
     reached = np.flatnonzero(curve.mean("test_acc") >= target)
     return (
         curve.algorithm,
-        EVALUATED.get(curve.evaluates, curve.evaluates),
+        evaluated(curve),
         curve.options or "-",
         curve.repetitions,
         curve.note or str(curve.rounds[-1]),
@@ -376,7 +405,7 @@ def _mean_std(figures: np.ndarray) -> str:
 def write_csv(path: Path, curves: list[Curve]) -> None:
     """All curves in long form; accuracies as fractions, std empty for a single repetition."""
     head = "dataset,model,algorithm,evaluates,label,round,quantity,mean,std,n"
-    with _replacing(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
+    with replacing(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(head.split(","))
         for curve in curves:
@@ -392,8 +421,13 @@ def write_csv(path: Path, curves: list[Curve]) -> None:
 # ---- figure ----
 
 
-def draw(curves: list[Curve]) -> Figure:
-    """Test accuracy and train loss over the rounds, the legend below."""
+def draw(
+    curves: list[Curve], title: str = "", published: Mapping[Key, "Published"] | None = None
+) -> Figure:
+    """Test accuracy and train loss over the rounds, the legend below.
+
+    `published`: values to mark in the accuracy panel, in the colour of the curve they belong to.
+    """
     columns = 2 if max(len(curve.label) for curve in curves) <= 60 else 1
     legend_rows = -(-len(curves) // columns)
     figure = Figure(figsize=(10, 4.1 + 0.2 * legend_rows), layout="constrained")
@@ -403,6 +437,8 @@ def draw(curves: list[Curve]) -> Figure:
         style = _style(curve, identities.index(curve.identity))
         _plot(left, curve, "test_acc", 100, style)
         _plot(right, curve, "train_loss", 1, style)
+        if published and curve.key in published:
+            _mark(left, published[curve.key], style["color"], curve.rounds[-1])
     left.set_ylabel("test accuracy (%)")
     right.set_ylabel("train loss")
     _fit_accuracy(left, [curve.mean("test_acc") for curve in curves])
@@ -412,14 +448,16 @@ def draw(curves: list[Curve]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(" ".join(filter(None, curves[0].group)))
+    figure.suptitle(title or " ".join(filter(None, curves[0].group)))
     hints = {
         "dashed: global model": any(curve.evaluates == "global" for curve in curves),
+        "dash-dotted: model beside the chosen one": any(curve.beside for curve in curves),
+        "x and bar at the end: published curve and best on test": bool(published),
         "dotted: not finished": any(curve.note for curve in curves),
         "band: +-1 std over the repetitions": any(len(c.values["test_acc"]) > 1 for c in curves),
     }
     figure.legend(
-        handles=left.get_lines(),
+        handles=[h for h in left.get_lines() if not h.get_label().startswith("_")],
         loc="outside lower center",
         ncols=columns,
         fontsize="small",
@@ -433,7 +471,7 @@ def draw(curves: list[Curve]) -> Figure:
 
 def _style(curve: Curve, index: int) -> dict:
     shape = MARKERS[index // len(COLOURS) % len(MARKERS)]
-    dash = "--" if curve.evaluates == "global" else "-"
+    dash = "--" if curve.evaluates == "global" else "-." if curve.beside else "-"
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": ":" if curve.note else dash,
@@ -453,6 +491,14 @@ def _plot(axes: Axes, curve: Curve, quantity: str, unit: float, style: dict) -> 
     if std is not None:
         band = (mean - unit * std, mean + unit * std)
         axes.fill_between(curve.rounds, *band, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def _mark(axes: Axes, told: "Published", colour: str, last: int) -> None:
+    if told.curve:
+        points = [point for point in sorted(told.curve.items()) if point[0] <= last]
+        axes.plot(*zip(*points, strict=True), "x", color=colour, markersize=6, zorder=3)
+    if told.best:
+        axes.errorbar(1.02 * last, *told.best, fmt="_", color=colour, markersize=14, capsize=3)
 
 
 def _fit_accuracy(axes: Axes, means: list[np.ndarray]) -> None:
@@ -499,12 +545,13 @@ def save(figure: Figure, path: Path) -> None:
     # Without dates, the same curves give the same file.
     dates = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
     suffix = path.suffix.lower()
-    with _replacing(path) as part:
+    with replacing(path) as part:
         figure.savefig(part, format=suffix[1:], dpi=150, metadata=dates.get(suffix))
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write to; it becomes `path` when the block ends without error."""
     if not path.name:
         raise InputError(f"{path}: not a file name")
     part = path.with_name(f"{path.name}.{os.getpid()}.part")

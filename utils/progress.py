@@ -12,14 +12,14 @@ from tqdm import tqdm
 from FLAlgorithms.evaluation import Metrics
 from utils.config import say
 
-# show(repetition, rounds done, text)
-Show = Callable[[int, int, str], None]
+# show(rounds done, text)
+Show = Callable[[int, str], None]
 
 
 class Watch:
     """Turns what a run tells into a line of text: accuracies and loss."""
 
-    def __init__(self, show: Callable[[int, str], None]) -> None:
+    def __init__(self, show: Show) -> None:
         self.show = show
         self.known: dict[str, str] = {}
 
@@ -71,28 +71,31 @@ class Progress:
 
     EVERY = 10.0  # seconds between lines
 
-    def __init__(self, label: str, rounds: int, repetitions: int = 1) -> None:
-        """`rounds` per repetition; repetitions that run side by side in processes share a bar."""
-        self.label, self.total = label, rounds * repetitions
+    def __init__(self, label: str, total: int) -> None:
+        """`total`: rounds of all that shares this display."""
+        self.label, self.total = label, total
         self.started = self.told = time.monotonic()
         self.bar = None
         if sys.stderr.isatty():
             self.bar = tqdm(total=self.total, desc=label, unit="round")
         self.done: dict[int, int] = {}
+        self.before = 0  # rounds that were done when they were first heard of
         self.text = ""
 
-    def show(self, repetition: int, round_number: int, text: str) -> None:
-        """A repetition has done so many rounds."""
-        self.done[repetition], self.text = round_number, text
+    def show(self, task: int, name: str, round_number: int, text: str) -> None:
+        """One of several tasks, whose `name` is shown unless empty, has done so many rounds."""
+        if task not in self.done:
+            self.before += max(round_number - 1, 0)
+        self.done[task], self.text = round_number, f"{name}, {text}" if name else text
         done = sum(self.done.values())
         now = time.monotonic()
         if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.set_postfix_str(self.text, refresh=False)
             self.bar.update(done - self.bar.n)
         elif now - self.told >= self.EVERY:
             self.told = now
-            left = (now - self.started) / max(done, 1) * (self.total - done)
-            say(f"{self.label}: round {done}/{self.total}, {text}, {left:.0f} s left")
+            left = (now - self.started) / max(done - self.before, 1) * (self.total - done)
+            say(f"{self.label}: round {done}/{self.total}, {self.text}, {left:.0f} s left")
 
     def close(self) -> None:
         """Leave the last state on the screen."""

@@ -83,6 +83,11 @@ def result_path(config: Config, split: Split, personal: bool, repetition: object
     return Path(config.results_dir) / f"{file_name(config, split, personal)}_{repetition}.h5"
 
 
+def checkpoint_path(config: Config, split: Split, repetition: int) -> Path:
+    """Where an unfinished repetition's checkpoint lies: beside the result file."""
+    return result_path(config, split, False, repetition).with_suffix(".ckpt")
+
+
 def digest(values: dict[str, object]) -> str:
     """A short hash of some options."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
@@ -150,6 +155,7 @@ class Recorder:
         """`config`: all switches resolved; `facts`: `device` and `normalize` as really used."""
         self.config, self.split, self.repetition = config, split, repetition
         self.paths = {p: result_path(config, split, p, repetition) for p in (False, True)}
+        self.checkpoint_path = checkpoint_path(config, split, repetition)
         self.identity = {name: getattr(config, name) for name in name_fields(config)}
         self.identity |= identity(config, split)
         self.facts, self.progress = facts, progress
@@ -284,11 +290,6 @@ class Recorder:
         self.personal = [e for e in _unpack(checkpoint["personal"], sizes) if e[0] < done]
         self.selected = [s.numpy() for s in checkpoint["selected"]]
         self.init = {n: v.numpy() for n, v in checkpoint["init"].items()}
-
-    @property
-    def checkpoint_path(self) -> Path:
-        """Beside the result file."""
-        return self.paths[False].with_suffix(".ckpt")
 
     def _write(self, paths: dict[bool, Path], status: str) -> list[Path]:
         written = [paths[False]]

@@ -1,0 +1,205 @@
+"""YAML files of many runs: reading, running what is missing, comparing with what was published."""
+
+import csv
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import main
+import main_plot
+import utils.jobs
+from tests.test_results import StopAfter, files, read, same
+from utils.compare import Row
+from utils.grid import Published, read_grid
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "config").glob("*.yaml"))
+
+GRID = """
+title: three methods
+defaults:
+  dataset: Synthetic
+  split: {leaf}
+  results_dir: {out}
+  num_global_iters: 3
+  local_epochs: 2
+  numusers: 2
+  times: 2
+  gpu: -1
+runs:
+  - algorithm: pFedMe
+    K: [1, 3]
+    published:
+      theta:
+        best: [50, 1.5]
+        curve: {{0: 10, 2: 20.5}}
+      global: {{best: [0, 0]}}
+  - algorithm: FedAvg
+    finetune_steps: 2
+  - algorithm: Local
+"""
+
+
+@pytest.fixture
+def grid(leaf, tmp_path) -> Path:
+    path = tmp_path / "three.yaml"
+    path.write_text(GRID.format(leaf=leaf, out=tmp_path / "out"))
+    return path
+
+
+def test_a_list_is_swept_and_the_command_line_wins(grid):
+    found = read_grid(str(grid), {"times": 5})
+    assert found.title == "three methods"
+    assert [(r.config.algorithm, r.config.K, r.config.times) for r in found.runs] == [
+        *(("pFedMe", 1, 5), ("pFedMe", 3, 5), ("FedAvg", 5, 5), ("Local", 5, 5))
+    ]
+    assert found.runs[0].given == ("algorithm", "K", "times")
+    theta, of_global = (found.runs[1].published[name] for name in ("theta", "global"))
+    assert theta == Published((50, 1.5), {0: 10, 2: 20.5})
+    assert of_global == Published((0, 0))
+    assert len(read_grid(str(grid), {"K": 4}).runs) == 3, "equal runs are one"
+
+
+def test_several_lists_give_every_combination(tmp_path):
+    path = tmp_path / "grid.yaml"
+    path.write_text("title: t\nruns:\n- lamda: [1, 2]\n  seed: [3, 4]\n")
+    runs = read_grid(str(path), {}).runs
+    pairs = [(run.config.lamda, run.config.seed) for run in runs]
+    assert pairs == [(1, 3), (1, 4), (2, 3), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("runs: []", "title must be"),
+        ("title: t\nruns: []", "runs must be a list"),
+        ("title: t\nruns: 3", "runs must be a list"),
+        ("title: t\nruns: [3]", "run 1: must hold lines"),
+        ("title: t\nrun: []\nruns: []", "unknown key 'run'; did you mean runs"),
+        ("title: t\nruns:\n- algoritm: FedAvg", "run 1: unknown key 'algoritm'; did you mean algo"),
+        ("title: t\nruns:\n- {}\n- K: []", "run 2: K has an empty list"),
+        ("title: t\nruns:\n- K: [1, x]", "run 1: K 'x': not a whole number"),
+        ("title: t\nruns:\n- K: [[1]]", "run 1: K needs a single value"),
+        ("title: t\ndefaults: {K: [1, 2]}\nruns: [{}]", "defaults: K needs a single value"),
+        ("title: t\nruns: [{published: {w: {}}}]", "published: unknown key 'w'"),
+        ("title: t\nruns: [{published: {global: {best: 3}}}]", r"best: must be \[mean, std\]"),
+        ("title: t\nruns: [{published: {global: {best: [1, -1]}}}]", "'-1' is not a number from 0"),
+        ("title: t\nruns: [{published: {global: {curve: [1]}}}]", "curve: must be {round"),
+        ("title: t\nruns: [{published: {global: {curve: {x: 1}}}}]", "'x' is not a round"),
+        ("title: t\nruns: [{published: {global: {curve: {1: 101}}}}]", "'101' is not a number"),
+    ],
+)
+def test_bad_grids(text, message, tmp_path, capsys):
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    assert main.main(["--config", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+def test_what_is_finished_is_kept(grid, tmp_path, capsys):
+    assert main.main(["--config", str(grid)]) == 0
+    told = capsys.readouterr()
+    assert "main_plot.py --config" in told.out
+    assert "notice: " not in told.err
+    out = tmp_path / "out"
+    names = [path.name for path in files(out, "*")]
+    # 4 configurations, global and personalised, 2 repetitions and the average.
+    assert len(names) == 4 * 2 * 3
+    before = {path.name: path.stat().st_mtime_ns for path in files(out, "*_[01].h5")}
+    assert main.main(["--config", str(grid)]) == 0
+    assert "8 finished repetitions are kept" in capsys.readouterr().err
+    assert before == {path.name: path.stat().st_mtime_ns for path in files(out, "*_[01].h5")}
+    (out / names[0]).unlink()
+    assert main.main(["--config", str(grid), "--times", "2"]) == 0
+    assert names == [path.name for path in files(out, "*")]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7, 11])
+def test_interrupted_and_started_again_ends_with_the_same_files(
+    stop, grid, tmp_path, monkeypatch, capsys
+):
+    assert main.main(["--config", str(grid)]) == 0
+    other = ["--config", str(grid), "--results_dir", str(tmp_path / "other")]
+    with monkeypatch.context() as patch:
+        patch.setattr(utils.jobs, "Interrupts", lambda: StopAfter(stop))
+        assert main.main(other) == 130
+    assert "the same command goes on from here" in capsys.readouterr().err
+    assert main.main(other) == 0
+    names = [path.name for path in files(tmp_path / "out", "*")]
+    assert names == [path.name for path in files(tmp_path / "other", "*")]
+    for name in names:
+        assert same(read(tmp_path / "out" / name), read(tmp_path / "other" / name))
+
+
+def test_two_processes_share_the_runs(grid, tmp_path):
+    assert main.main(["--config", str(grid)]) == 0
+    other = ["--config", str(grid), "--results_dir", str(tmp_path / "other"), "--jobs", "2"]
+    assert main.main(other) == 0
+    for path in files(tmp_path / "out", "*"):
+        assert same(read(path), read(tmp_path / "other" / path.name))
+
+
+def test_the_comparison_says_what_is_within_reach(grid, tmp_path, capsys):
+    words = ["--config", str(grid), "--results_dir", str(tmp_path / "out")]
+    assert main_plot.main(words) == 2
+    assert "no finished results" in capsys.readouterr().err
+    assert main.main(["--config", str(grid)]) == 0
+    capsys.readouterr()
+    assert main_plot.main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# three methods\n")
+    assert (tmp_path / "out" / "three.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "three.md").read_text() in shown
+    with open(tmp_path / "out" / "three.csv", newline="") as file:
+        table = {(r["algorithm"], r["options"], r["evaluates"]): r for r in csv.DictReader(file)}
+    # theta and w_i of the same file; Local has no global model worth a row.
+    assert len(table) == 2 * 3 + 2 + 1
+    row = table["pFedMe", "K=3", "personalised theta"]
+    runs = []
+    for path in files(tmp_path / "out", "*_pFedMe_p_*_3_0.1_*_[01].h5"):
+        with h5py.File(path) as result:
+            runs.append(100 * result["rs_glob_acc"][()].max())
+    assert len(runs) == 2
+    assert float(row["best"]) == pytest.approx(np.mean(runs), abs=1e-4)
+    assert float(row["difference"]) == pytest.approx(np.mean(runs) - 50, abs=1e-4)
+    assert table["FedAvg", "", "fine-tuned"]["verdict"] == "not published"
+    assert "-> 20.50" in shown
+    assert "-> 10.00" in shown
+
+
+@pytest.mark.parametrize(
+    ("ours", "std", "published", "published_std", "verdict"),
+    [
+        (94.0, 0.03, 94.10, 0.04, "within 2 std"),
+        (94.0, 0.03, 94.11, 0.04, "outside"),
+        (94.0, 0.0, 93.9, 0.05, "within 2 std"),
+        (94.0, 0.0, None, None, "not published"),
+    ],
+)
+def test_verdicts(ours, std, published, published_std, verdict):
+    row = Row("FedAvg", "global", "", "10", ours, std, ours, std, published, published_std)
+    assert row.verdict == verdict
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_is_read(path):
+    for run in read_grid(str(path), {}).runs:
+        assert run.config.num_global_iters >= 10
+        assert set(run.published) <= {"global", *run.config.server_class.user_class.personal}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_runs_and_is_drawn(path, tmp_path):
+    short = ["--config", str(path), "--times", "1", "--num_global_iters", "3"]
+    short += ["--results_dir", str(tmp_path)]
+    assert main.main(short) == 0
+    if read_grid(str(path), {}).title:
+        assert main_plot.main(short) == 0
+    else:
+        assert main_plot.main(["--results_dir", str(tmp_path)]) == 0
+    assert list(tmp_path.glob("*.png"))

@@ -1,0 +1,160 @@
+"""A grid's results beside what was published: `NAME.md` and `NAME.csv` with a verdict per row."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from utils.errors import InputError
+from utils.grid import Grid, Published
+from utils.jobs import Loader, settle
+from utils.plot_utils import Curve, Key, evaluated, make_curves, read_run, replacing, with_beside
+from utils.results import finished, result_path
+
+ROUNDS = (0, 1, 10, 50, 100, 200, 400, 600)  # and the last
+
+
+def read_grid_results(grid: Grid) -> tuple[list[Curve], dict[Key, Published]]:
+    """The curves of all finished repetitions, and what was published of each.
+
+    Raises InputError where nothing is finished.
+    """
+    runs, published, loader = [], {}, Loader()
+    for run in grid.runs:
+        source, split = loader.data(run.config)
+        config = settle(run.config, source, split)
+        # Where nobody uploads anything the global model is the initial one.
+        kinds = [False] * bool(config.server_class.user_class.uploads)
+        for personal in kinds + [True] * bool(config.primary):
+            paths = [result_path(config, split, personal, i) for i in config.repetitions]
+            found = [read_run(path) for path in paths if finished(path)]
+            runs += found
+            for one in found:
+                published |= {(one.identity, m): told for m, told in run.published.items()}
+    if not runs:
+        raise InputError(f"--config {grid.path}: no finished results; run main.py with it first")
+    return with_beside(make_curves(runs)), published
+
+
+@dataclass(frozen=True)
+class Row:
+    """Test accuracies in percent, over repetitions; std with n-1."""
+
+    algorithm: str
+    evaluates: str
+    options: str
+    repetitions: str
+    best: float
+    best_std: float
+    last: float
+    last_std: float
+    published: float | None
+    published_std: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the published value, best on test as the papers report it."""
+        return None if self.published is None else self.best - self.published
+
+    @property
+    def verdict(self) -> str:
+        """Whether the difference is within two combined standard deviations."""
+        if self.published is None:
+            return "not published"
+        limit = 2 * math.hypot(self.best_std, self.published_std)
+        return "within 2 std" if abs(self.difference) <= limit else "outside"
+
+
+def rows(curves: Sequence[Curve], published: Mapping[Key, Published]) -> list[Row]:
+    """A row per curve, in the figure's order."""
+    made = []
+    for curve in curves:
+        accuracy = 100 * curve.values["test_acc"]
+        told = published.get(curve.key)
+        best = np.fmax.reduce(accuracy, axis=1)
+        last = accuracy[:, -1]
+        spread = [float(v.std(ddof=1)) if len(v) > 1 else 0.0 for v in (best, last)]
+        mean, std = told.best if told and told.best else (None, None)
+        made.append(
+            Row(
+                *(curve.algorithm, evaluated(curve), curve.options, curve.repetitions),
+                *(float(best.mean()), spread[0], float(last.mean()), spread[1], mean, std),
+            )
+        )
+    return made
+
+
+def markdown(grid: Grid, curves: Sequence[Curve], published: Mapping[Key, Published]) -> str:
+    """Title, the table with verdicts, and the test accuracies along the curves."""
+    head = ("method", "evaluated model", "options", "n", "best on test", "last")
+    head += ("published best", "difference", "verdict")
+    table = [
+        (
+            *(row.algorithm, row.evaluates, row.options or "-", row.repetitions),
+            *(_pm(row.best, row.best_std), _pm(row.last, row.last_std)),
+            "-" if row.published is None else _pm(row.published, row.published_std),
+            "-" if row.difference is None else f"{row.difference:+.2f}",
+            row.verdict,
+        )
+        for row in rows(curves, published)
+    ]
+    parts = [
+        f"# {grid.title}",
+        f"`python main.py --config {grid.path}`, then `python main_plot.py --config {grid.path}`",
+        "Test accuracy in percent, mean +- std over n repetitions (n-1); difference: ours minus "
+        "published, best round on test; within 2 std: of both deviations combined.",
+        _table(head, table),
+        "Along the curves (mean over the repetitions; after the arrow the published value):",
+        _table(*_along(curves, published)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _along(
+    curves: Sequence[Curve], published: Mapping[Key, Published]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    last = max(int(curve.rounds[-1]) for curve in curves)
+    # A personalised curve ends one round before the global one.
+    shown = [*(t for t in ROUNDS if t < last - 1), last - 1, last]
+    lines = []
+    for curve in curves:
+        mean = dict(zip(curve.rounds.tolist(), 100 * curve.mean("test_acc"), strict=True))
+        known = published[curve.key].curve if curve.key in published else {}
+        cells = []
+        for t in shown:
+            ours = f"{mean[t]:.2f}" if t in mean else "-"
+            cells.append(f"{ours} -> {known[t]:.2f}" if t in known else ours)
+        name = ", ".join(filter(None, (curve.algorithm, curve.options)))
+        lines.append((name, evaluated(curve), *cells))
+    return ("method", "evaluated model", *(f"round {t}" for t in shown)), lines
+
+
+def _pm(mean: float, std: float) -> str:
+    return f"{mean:.2f} +- {std:.2f}"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    marked = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in marked)
+
+
+def write(
+    grid: Grid, curves: Sequence[Curve], published: Mapping[Key, Published], stem: Path
+) -> list[Path]:
+    """Write STEM.md and STEM.csv; returns them."""
+    paths = [stem.with_name(stem.name + suffix) for suffix in (".md", ".csv")]
+    with replacing(paths[0]) as part:
+        part.write_text(markdown(grid, curves, published), encoding="utf-8")
+    names = [f.name for f in fields(Row)] + ["difference", "verdict"]
+    with replacing(paths[1]) as part, open(part, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for row in rows(curves, published):
+            values = [getattr(row, name) for name in names]
+            writer.writerow([f"{v:.4f}" if isinstance(v, float) else v for v in values])
+    return paths
