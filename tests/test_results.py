@@ -163,7 +163,8 @@ def test_a_repetition_alone_is_the_one_of_a_job(algorithm, semantics, leaf, tmp_
         assert same(read(path), read(out / path.name))
     first, last = (read(files(out, f"*{algorithm}_0.005*_{i}.h5")[0]) for i in (0, 2))
     assert same_init(first, last) == (semantics == "authors")
-    assert not np.array_equal(first["final/fc1.weight"], last["final/fc1.weight"])
+    moved = not np.array_equal(first["final/fc1.weight"], last["final/fc1.weight"])
+    assert moved or (algorithm == "Local" and semantics == "authors")
 
 
 def same_init(a, b):
@@ -266,7 +267,7 @@ def test_replay_of_our_own_files(algorithm, semantics, leaf, capsys, tmp_path):
         assert main.main(["--replay", str(path), "--gpu", "-1"]) == 0
         text = capsys.readouterr().out
         assert "rs_test_loss" in text
-        assert ("rs_train_loss_per" in text) == bool(ALGORITHMS[algorithm].user_class.personal)
+        assert ("rs_train_loss_per" in text) == bool(Config(algorithm=algorithm).primary)
         for line in text.splitlines():
             if "absolute" in line or "samples" in line:
                 assert float(line.split()[-3]) == 0, line
@@ -438,7 +439,7 @@ def test_ctrl_c_before_the_first_round_is_130(leaf, monkeypatch, capsys):
     monkeypatch.setattr("utils.jobs.features", stop)
     code, _ = run_main(leaf)
     assert code == 130
-    assert capsys.readouterr().err.endswith("main.py: interrupted\n")
+    assert capsys.readouterr().err.startswith("interrupted; ")
 
 
 # ---- replay of damaged files: one line, exit code 2

@@ -1,4 +1,7 @@
-"""A grid's results beside what was published: `NAME.md` and `NAME.csv` with a verdict per row."""
+"""A grid's results beside what was published: a table with verdicts, and the curves.
+
+`NAME.md` and `NAME.csv` hold the table, `NAME_curves.csv` the mean test accuracy by round.
+"""
 
 from __future__ import annotations
 
@@ -146,8 +149,8 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def write(
     grid: Grid, curves: Sequence[Curve], published: Mapping[Key, Published], stem: Path
 ) -> list[Path]:
-    """Write STEM.md and STEM.csv; returns them."""
-    paths = [stem.with_name(stem.name + suffix) for suffix in (".md", ".csv")]
+    """Write STEM.md, STEM.csv and STEM_curves.csv; returns them."""
+    paths = [stem.with_name(stem.name + end) for end in (".md", ".csv", "_curves.csv")]
     with replacing(paths[0]) as part:
         part.write_text(markdown(grid, curves, published), encoding="utf-8")
     names = [f.name for f in fields(Row)] + ["difference", "verdict"]
@@ -157,4 +160,10 @@ def write(
         for row in rows(curves, published):
             values = [getattr(row, name) for name in names]
             writer.writerow([f"{v:.4f}" if isinstance(v, float) else v for v in values])
+    with replacing(paths[2]) as part, open(part, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["round", *(curve.label for curve in curves)])
+        means = [dict(zip(c.rounds.tolist(), c.mean("test_acc"), strict=True)) for c in curves]
+        for t in sorted(set().union(*means)):
+            writer.writerow([t, *(f"{mean[t]:.5f}" if t in mean else "" for mean in means)])
     return paths
