@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from utils.config import Config, parse_command_line
-from utils.errors import guarded
-from utils.jobs import run_job
-from utils.replay import replay, verify
+from utils.errors import guarded, starting
+
+with starting("main.py"):
+    from utils.config import Config, parse_command_line
+    from utils.jobs import run_job
+    from utils.replay import replay, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,8 +25,8 @@ from utils.results import (
     append,
     average,
     check_writable,
-    finished,
     result_path,
+    status,
     summary,
     totals,
 )
@@ -62,7 +62,7 @@ class Job:
     def is_finished(self, repetition: int) -> bool:
         """Whether the repetition's files hold whole runs."""
         kinds = [False, True] if self.config.primary else [False]
-        return all(finished(self.path(personal, repetition)) for personal in kinds)
+        return all(_counts(self.path(personal, repetition)) for personal in kinds)
 
     @property
     def lockstep(self) -> bool:
@@ -198,15 +198,15 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
             recorder.restore(checkpoint)
             done = server.round_number
             say(f"{job.label([recorder.repetition])}: resumed after round {done}")
-    status = "interrupted"
+    end = "interrupted"
     try:
         server.run()
-        status = "finished"
+        end = "finished"
     except Diverged:
-        status = "diverged"
+        end = "diverged"
     finally:
         for run, recorder in enumerate(recorders):
-            ended = "diverged" if run in server.failed else status
+            ended = "diverged" if run in server.failed else end
             written = recorder.save(ended)
             if ended != "finished":
                 why = server.failed.get(run, ended)
@@ -215,13 +215,22 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
     return int(bool(server.failed))
 
 
+def _counts(path: Path) -> bool:
+    """Whether the file holds a whole run; a damaged one is named and left out."""
+    try:
+        return status(path) == "finished"
+    except InputError as error:
+        say(f"notice: left out: {error}")
+        return False
+
+
 def report(job: Job, seconds: float) -> None:
     """Average what is finished and print where everything is, with the tables."""
     config = job.config
     printed = []
     for personal in [False, True] if config.primary else [False]:
         wanted = [job.path(personal, i) for i in range(config.times)]
-        done = [path for path in wanted if finished(path)]
+        done = [path for path in wanted if _counts(path)]
         what = f"personalised ({config.primary})" if personal else "global model"
         printed += summary(done, f"{config.algorithm}, {what}, test accuracy %")
         if len(done) == len(wanted):

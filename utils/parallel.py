@@ -37,8 +37,11 @@ def run_parallel(job: Job, groups: list[list[int]]) -> int:
     progress = Progress(job.label(sorted(chain(*groups))), config.num_global_iters, len(groups))
     codes: list[int] = []
     errors: list[str] = []
+    # Spawned processes inherit what is ignored, so that Ctrl-C does not reach their imports.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for worker in workers:
         worker.start()
+    signal.signal(signal.SIGINT, before)
     try:
         while any(worker.is_alive() for worker in workers):
             _listen(news, progress, codes, errors)

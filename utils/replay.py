@@ -21,6 +21,7 @@ from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import Diverged
 from utils.config import FIELDS, Config, parse_value, say
 from utils.errors import InputError
+from utils.files import open_h5
 from utils.jobs import Job, prepare
 from utils.model_utils import read_data, read_source
 from utils.partition import Split, check
@@ -70,22 +71,14 @@ def read_recording(path: str, given: dict[str, object]) -> Recording:
     if unread:
         allowed = ", ".join(f"--{name}" for name in OVERRIDES)
         raise InputError(f"--{unread[0]}: with --replay only {allowed}")
-    try:
-        with h5py.File(path) as file:
-            if file.attrs.get("evaluates", "global") == "global":
-                return _read(file, path, given)
-            main_path = _partner(file, path)
-        with h5py.File(main_path) as file:
-            if file.attrs["evaluates"] != "global":
-                raise KeyError("a file of the global model")
-            return _read(file, str(main_path), given)
-    except OSError as error:
-        reason = "no such file" if not Path(path).exists() else "not a readable .h5 file"
-        raise InputError(f"--replay {path}: {reason}") from error
-    except InputError:
-        raise
-    except Exception as error:  # h5py answers damaged bytes with errors of many kinds
-        raise InputError(f"--replay {path}: not a recorded run ({error})") from None
+    with open_h5(Path(path)) as file:
+        if file.attrs.get("evaluates", "global") == "global":
+            return _read(file, path, given)
+        main_path = _partner(file, path)
+    with open_h5(main_path) as file:
+        if file.attrs["evaluates"] != "global":
+            raise ValueError("its partner is no file of the global model")
+        return _read(file, str(main_path), given)
 
 
 def _partner(file: h5py.File, path: str) -> Path:
@@ -108,7 +101,7 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
     repetition = int(repetition)
     texts = {k: str(v) for k, v in values.items() if k in FIELDS and v is not None}
     texts["save_models"] = "false"  # a replay compares what was evaluated
-    parsed = {k: parse_value(k, v, f"--replay {path}: {k}") for k, v in texts.items()}
+    parsed = {k: parse_value(k, v, f"{path}: {k}") for k, v in texts.items()}
     parsed |= {"repetition": None, "times": repetition + 1}
     asked = given.get("num_global_iters", 0)
     if asked > len(selected):
@@ -123,7 +116,7 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
         rounds[""] = file["round"][()]
         partner = _partner(file, path)
         if partner.exists():
-            with h5py.File(partner) as other:
+            with open_h5(partner) as other:
                 for name, values in _curves(other).items():
                     curves[f"{name}_per" if name.startswith("rs_") else name] = values
                 rounds["_per"] = other["round"][()]
@@ -336,7 +329,7 @@ def verify(path: str, given: dict[str, object]) -> int:
         written = recorder.save("finished")
         originals = [Path(recording.path)]
         if len(written) > 1:
-            with h5py.File(recording.path) as file:
+            with open_h5(Path(recording.path)) as file:
                 originals.append(_partner(file, str(recording.path)))
         differing = [
             line
@@ -352,7 +345,7 @@ def _differences(old: Path, new: Path) -> list[str]:
     found: list[dict[str, np.ndarray]] = []
     for path in (old, new):
         arrays: dict[str, np.ndarray] = {}
-        with h5py.File(path) as file:
+        with open_h5(path) as file:
             file.visititems(
                 lambda n, v, into=arrays: (
                     into.update({n: v[()]})
