@@ -33,6 +33,10 @@ def name(of_personal=False, rows=SPLIT, **options) -> str:
     return file_name(Config(**options).resolved(), rows, of_personal)
 
 
+def options_of(algorithm: str) -> list[str]:
+    return Config(algorithm=algorithm).options()
+
+
 def read(path: Path) -> dict[str, np.ndarray]:
     found = {}
     with h5py.File(path) as file:
@@ -444,6 +448,32 @@ def test_the_suspicious_option_is_named(words, looked_at, leaf, capsys):
     assert looked_at in capsys.readouterr().err
 
 
+STEPS = ("learning_rate", "beta", "lamda", "personal_learning_rate", "inner_weight_decay", "mu")
+STEPS += ("server_learning_rate",)
+
+
+@pytest.mark.parametrize("way", [["--block_size", "0"], [], ["--lockstep", "yes"]])
+@pytest.mark.parametrize(
+    ("algorithm", "option"), [(a, o) for a in ALGORITHMS for o in STEPS if o in options_of(a)]
+)
+def test_any_step_that_is_far_too_large_ends_as_diverged(algorithm, option, way, leaf, capsys):
+    """1e30, and beyond what float32 holds."""
+    words = ["--algorithm", algorithm, "--model", "dnn", "--num_global_iters", "20", *way]
+    for value in ("1e30", "1e308"):
+        code, out = run_main(leaf, *words, f"--{option}", value, "--times", "2")
+        err = capsys.readouterr().err
+        assert code == 1, (value, err)
+        assert err.count("diverged in round ") == 2
+        # The weight decay is named beforehand, by the known bound.
+        named = f"decay {float(value):g}) is" if "decay" in option else f"look at --{option} (now "
+        assert named in err
+        for path in files(out, "*.h5"):
+            with h5py.File(path) as file:
+                assert file.attrs["status"] == "diverged"
+                assert np.isfinite(file["rs_glob_acc"][()]).all()
+            path.unlink()
+
+
 def test_ctrl_c_before_the_first_round_is_130(leaf, monkeypatch, capsys):
     def stop(*_):
         raise KeyboardInterrupt
@@ -478,13 +508,35 @@ def damage(path: Path, what: str) -> None:
             "selected floats": lambda: put(file, "selected_users", np.ones((2, 2))),
             "split rows": lambda: put(file, "split/user0/train", np.array([10**6])),
             "users": lambda: put(file, "users", np.arange(5)),
+            "curve gone": lambda: file.__delitem__("rs_test_loss"),
+            "curve text": lambda: put(file, "rs_glob_acc", np.array([b"a", b"b", b"c"])),
+            "curve group": lambda: put(file, "rs_glob_acc/x", 1),
+            "curve scalar": lambda: put(file, "rs_glob_acc", 0.5),
+            "init text": lambda: put(file, "init/fc1.bias", np.array([b"a"] * 10)),
+            "final text": lambda: put(file, "final/fc1.bias", np.array([b"a"] * 10)),
+            "final number": lambda: put(file, "final", 3),
+            "no folder": lambda: attrs.__setitem__("manifest", '{"scheme": "leaf"}'),
+            "other folder": lambda: attrs.__setitem__(
+                "manifest", '{"scheme": "leaf", "folder": 3, "source": {}}'
+            ),
+            "split nan": lambda: put(file, "split/user0/train", np.array([np.nan])),
+            "split negative": lambda: put(file, "split/user0/train", np.array([-1])),
+            "label outside": lambda: put(file, "split/user0/train_label", np.array([10] * 12)),
+            "label missing": lambda: put(file, "split/user0/train_label", np.array([1])),
+            "no train data": lambda: [
+                put(file, f"split/user{u}/train", np.zeros(0, int)) for u in range(5)
+            ],
+            "user without train data": lambda: put(file, "split/user1/train", np.zeros(0, int)),
+            "user twice": lambda: put(file, "users", ["user0"] * 5),
         }
         changes[what]()
 
 
 def put(file, name, value):
-    if name in file:
-        del file[name]
+    top = name.split("/")[0]
+    for old in (name, top):
+        if old in file and (old == name or isinstance(file[old], h5py.Dataset)):
+            del file[old]
     file[name] = value
 
 
@@ -494,6 +546,10 @@ def put(file, name, value):
         *("config text", "config list", "config number", "manifest", "schema", "repetition"),
         *("evaluates", "no init", "init shape", "init name", "curve length", "selected user"),
         *("selected twice", "selected shape", "selected floats", "split rows", "users"),
+        *("curve gone", "curve text", "curve group", "curve scalar", "init text", "final text"),
+        *("final number", "no folder", "other folder", "split nan", "split negative"),
+        *("label outside", "label missing", "no train data", "user without train data"),
+        *("user twice",),
     ],
 )
 def test_replay_of_a_damaged_file_is_one_line(what, leaf, capsys):

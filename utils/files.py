@@ -22,7 +22,8 @@ HDF5 = b"\x89HDF\r\n\x1a\n"
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name to write to; it becomes `path` when the block ends without error."""
-    if not path.name:
+    text = str(path)
+    if not path.name or "\0" in text or text != text.encode(errors="replace").decode():
         raise InputError(f"{path}: not a file name")
     # With the host, since a process of another machine on the same disk may be alive.
     start = f"{path.name}.{platform.node()}."
@@ -83,6 +84,8 @@ def open_h5(path: Path) -> Iterator[h5py.File]:
     Files without a checksum (older ones, other programs') are read on trust.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("not a file")
         # Before HDF5 sees a byte, since some damage makes the library itself run for ever.
         with path.open("rb") as raw:
             head, digest = raw.read(BLOCK), hashlib.sha256()

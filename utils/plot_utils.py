@@ -137,6 +137,7 @@ def read_run(path: Path) -> Run:
         if schema not in (0, 1):
             raise InputError(f"{path}: schema {schema} is unknown; this version reads 1")
         about = _described(file.attrs) if schema else _legacy(path)
+        json.dumps(about, ensure_ascii=False).encode()  # raises on text that cannot be drawn
         rows = dict(file.get("runs", {}))
         values = {
             name: np.atleast_2d(np.asarray((rows if key in rows else file)[key], float))

@@ -25,7 +25,7 @@ from utils.files import open_h5
 from utils.jobs import Job, prepare
 from utils.model_utils import read_data, read_source
 from utils.partition import Split, check
-from utils.results import SCHEMA, Recorder, check_writable
+from utils.results import CURVES, SCHEMA, Recorder, check_writable
 
 # The golden files' own names for some options.
 RENAMED = {"rounds": "num_global_iters", "clients_per_round": "numusers"}
@@ -113,6 +113,8 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
     curves = _curves(file)
     rounds = dict.fromkeys(("", "_per"), np.arange(len(selected)))
     if ours:
+        if missing := [name for name in CURVES if name not in curves]:
+            raise ValueError(f"{missing[0]} is missing or no list of numbers")
         rounds[""] = file["round"][()]
         partner = _partner(file, path)
         if partner.exists():
@@ -137,7 +139,10 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
 
 
 def _tensors(group: h5py.Group) -> dict[str, np.ndarray]:
-    return {name: value[()] for name, value in group.items()}
+    found = {name: value[()] for name, value in group.items()}
+    if bad := [name for name, value in found.items() if value.dtype.kind not in "fiu"]:
+        raise ValueError(f"{group.name}/{bad[0]} holds no numbers")
+    return found
 
 
 def _selected(rows: np.ndarray) -> np.ndarray:
@@ -177,14 +182,23 @@ def _split(file: h5py.File, manifest: dict) -> Split:
     group = file["split"]
     # Our files keep the users' order; in a golden file user i is the i-th sorted name.
     users = tuple(file["users"].asstr()[()].tolist()) if "users" in file else tuple(sorted(group))
-    parts = {p: tuple(group[u][p][()].astype(np.int64) for u in users) for p in ("train", "test")}
+    if len(set(users)) != len(users):
+        raise ValueError("users names one twice")
+    parts = {p: tuple(_whole(group[u][p]) for u in users) for p in ("train", "test")}
     labels = {
-        (i, p): group[u][f"{p}_label"][()].astype(np.int64)
+        (i, p): _whole(group[u][f"{p}_label"])
         for i, u in enumerate(users)
         for p in ("train", "test")
         if f"{p}_label" in group[u]
     }
     return Split(users, parts["train"], parts["test"], manifest, labels)
+
+
+def _whole(values: h5py.Dataset) -> np.ndarray:
+    """A list of whole numbers as int64."""
+    if values.ndim != 1 or (values.dtype.kind not in "iu" and len(values)):
+        raise ValueError(f"{values.name} must be a list of whole numbers")
+    return values[()].astype(np.int64)
 
 
 class _Observer:
@@ -362,7 +376,7 @@ def _differences(old: Path, new: Path) -> list[str]:
         floats = a[name].dtype.kind == "f"
         if not np.array_equal(a[name], b[name], equal_nan=floats):
             how = ""
-            if floats and a[name].shape == b[name].shape:
-                how = f", by at most {np.nanmax(np.abs(a[name] - b[name])):.3g}"
+            if floats and a[name].shape == b[name].shape and np.isfinite(a[name]).all():
+                how = f", by at most {np.abs(a[name] - b[name]).max():.3g}"
             lines.append(f"{old.name}: {name} differs{how}")
     return lines

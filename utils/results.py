@@ -449,8 +449,9 @@ def status(path: Path) -> str:
     if not path.exists():
         return ""
     with open_h5(path) as file:
-        for name in (*CURVES, "user_test_acc"):
-            if len(file[name]) != len(file["round"]):
+        for name, dims in (*((name, 1) for name in CURVES), ("user_test_acc", 2)):
+            values, rounds = file[name], len(file["round"])
+            if values.ndim != dims or values.dtype.kind != "f" or len(values) != rounds:
                 raise ValueError(f"{name} has not one entry per evaluated round")
         return str(file.attrs["status"])
 
@@ -493,15 +494,15 @@ def totals(path: Path) -> str:
     with open_h5(path) as file:
         work = json.loads(file.attrs["work"])
         rounds = max(len(file["selected_users"]), 1)
-    counts = [
-        f"{work[k] / rounds:,.0f} {k}" for k in ("selected", "trained", "samples", "gradients")
-    ]
-    sent = [f"{work[k] / rounds / 1e6:,.2f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
-    whole = [f"{work[k] / 1e6:,.1f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
-    return (
-        f"  per round: {', '.join([*counts, *sent])}; in all: {work['gradients']:,} gradients, "
-        f"{', '.join(whole)}"
-    )
+        counts = [
+            f"{work[k] / rounds:,.0f} {k}" for k in ("selected", "trained", "samples", "gradients")
+        ]
+        sent = [f"{work[k] / rounds / 1e6:,.2f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
+        whole = [f"{work[k] / 1e6:,.1f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
+        return (
+            f"  per round: {', '.join([*counts, *sent])}; in all: {work['gradients']:,} gradients, "
+            f"{', '.join(whole)}"
+        )
 
 
 def summary(paths: Iterable[Path], label: str) -> list[str]:
