@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from utils.config import parse_command_line
-from utils.errors import InputError, guarded
-from utils.grid import read_grid
-from utils.jobs import run_grid
-from utils.replay import replay, verify
+from utils.errors import InputError, guarded, starting
+
+with starting("main.py"):
+    from utils.config import parse_command_line
+    from utils.grid import read_grid
+    from utils.jobs import run_grid
+    from utils.replay import replay, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:

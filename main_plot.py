@@ -5,8 +5,10 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from utils import plot_utils as plots
-from utils.errors import InputError, Parser, guarded
+from utils.errors import InputError, Parser, guarded, starting
+
+with starting("main_plot.py"):
+    from utils import plot_utils as plots
 
 FILTERS = ("dataset", "model", "algorithm")
 

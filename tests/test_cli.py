@@ -111,7 +111,7 @@ BAD = [
     ("--config {leaf}/none.yaml", "none.yaml: No such file"),
     ("--config {leaf}", "--config .*leaf: "),
     ("--replay {leaf}/none.h5", "none.h5: no such file"),
-    ("--replay {leaf}/train/all.json", "all.json: not a readable .h5 file"),
+    ("--replay {leaf}/train/all.json", "all.json: damaged, or no result file"),
     ("--dataset Synthetic --split {leaf} --results_dir {leaf}/train/all.json", "--results_dir"),
 ]
 
@@ -337,6 +337,49 @@ def test_processes_and_hash_seeds_change_no_array(leaf):
         found.append({p.name: arrays_of(p) for p in sorted((leaf / f"out{seed}").glob("*.h5"))})
     assert len(found[0]) == 4
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise on Windows")
+@pytest.mark.parametrize("program", ["main.py", "main_plot.py"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(program, tmp_path):
+    """Also where the imported module catches everything; ignored where Ctrl-C is to be ignored."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "except BaseException:\n    pass\nraise ImportError('went on')\n"
+    )
+    (tmp_path / "torch.py").write_text("import numpy")
+    script = [sys.executable, str(ROOT / program)]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(script, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, f"{program}: interrupted\n")
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        done = subprocess.run(script, env=env, capture_output=True, text=True, check=False)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    assert "went on" in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise on Windows")
+def test_a_reader_that_goes_away_is_no_error(leaf):
+    """As in `main_plot.py | head -1`."""
+    _, out = run_main(leaf)
+    read, write = os.pipe()
+    os.close(read)
+    script = [sys.executable, str(ROOT / "main_plot.py"), str(out), "--out", str(leaf / "x.png")]
+    done = subprocess.run(script, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line(leaf):
+    _, out = run_main(leaf)
+    script = [sys.executable, str(ROOT / "main_plot.py"), str(out), "--out", str(leaf / "x.png")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(script, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 2
+    assert done.stderr == b"main_plot.py: error: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise on Windows")

@@ -266,10 +266,12 @@ def test_damaged_result(changes, which, results):
     path = results[which]
     whole = path.read_bytes()
     try:
-        path.write_bytes(damaged(whole, changes))
-        answered(lambda: read_recording(str(path), {}))
-        answered(lambda: read_run(path))
-        answered(lambda: finished(path))
+        content = damaged(whole, changes)
+        path.write_bytes(content)
+        # The checksum lets no damage pass.
+        assert answered(lambda: read_recording(str(path), {})) == (content == whole)
+        assert answered(lambda: read_run(path)) == (content == whole)
+        assert finished(path) == (content == whole)
     finally:
         path.write_bytes(whole)
 

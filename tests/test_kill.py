@@ -26,7 +26,7 @@ import torch
 import main
 import main_plot
 from data import generate
-from tests.test_results import files, read, same
+from tests.test_results import changed, files, read, same
 from utils.partition import Split
 from utils.results import CURVES, Recorder
 
@@ -279,7 +279,7 @@ def test_finished_files_are_the_old_or_the_new_ones(how, leaf, reference, start,
         old = {}
         for name, path in final(reference).items():
             (out / name).write_bytes(path.read_bytes())
-            with h5py.File(out / name, "r+") as file:
+            with changed(out / name) as file:
                 file["rs_glob_acc"][:] = 0
             old[name] = (out / name).read_bytes()
         code, text = start("main", job(leaf, out), ("replace", how, n))
@@ -482,4 +482,4 @@ def test_two_figures_at_a_time_are_both_safe(turn, reference, start, tmp_path):
     assert [process.exitcode for process in pair] == [0, 0], texts
     content = (tmp_path / "f.png").read_bytes()
     assert content.startswith(PNG[0]) and content.endswith(PNG[1])
-    assert not files(tmp_path, "*.part")
+    assert not files(tmp_path, "*.tmp")

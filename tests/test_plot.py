@@ -330,9 +330,9 @@ def test_csv(tmp_path):
         (["a_0.h5", "--target", "nan"], "--target nan"),
         (["a_0.h5", "--target", "x"], "argument --target: invalid float value: 'x'"),
         (["a_0.h5", "--algo", "FedAvg"], "unrecognized arguments: --algo"),
-        (["a_0.h5", "--out", "a_0.h5/x.png"], "cannot be written"),
-        (["a_0.h5", "--out", "folder.png"], "folder.png: cannot be written"),
-        (["a_0.h5", "--csv", "folder.png"], "folder.png: cannot be written"),
+        (["a_0.h5", "--out", "a_0.h5/x.png"], "cannot write a_0.h5/x.png: "),
+        (["a_0.h5", "--out", "folder.png"], "cannot write folder.png: Is a directory"),
+        (["a_0.h5", "--csv", "folder.png"], "cannot write folder.png: Is a directory"),
         (["missing"], "missing: no such file or folder"),
         (["missing.h5"], "missing.h5: no such file or folder"),
         (["--results_dir", "missing"], "missing: no such file or folder"),
@@ -343,6 +343,11 @@ def test_csv(tmp_path):
         (["lacking.h5"], "lacking.h5: damaged, or no result"),
         (["empty.h5"], "empty.h5: holds no evaluations"),
         (["uneven.h5"], "uneven.h5: damaged, its curves and rounds differ"),
+        (["bytes.h5"], "bytes.h5: damaged, or no result"),
+        (["surrogate.h5"], "surrogate.h5: damaged, or no result"),
+        (["words.h5"], "words.h5: damaged, or no result"),
+        (["a_0.h5", "--out", "\udcff.png"], "not a file name"),
+        (["/dev/zero"], "/dev/zero: damaged, or no result file of main.py (not a file)"),
         (["future.h5"], "future.h5: schema 2 is unknown"),
     ],
 )
@@ -351,6 +356,12 @@ def test_bad_input_is_one_line_and_writes_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     whole = write(Path("a_0.h5"), np.linspace(0, 1, 500)).read_bytes()
+    with h5py.File(write(Path("bytes.h5"), [0.1]), "a") as file:
+        file.attrs["status"] = b"\xff"
+    write(Path("surrogate.h5"), [0.1], algorithm="\udcff")
+    with h5py.File(write(Path("words.h5"), [0.1]), "a") as file:
+        del file["rs_glob_acc"]
+        file["rs_glob_acc"] = [b"a"]
     Path("folder.png").mkdir()
     Path("cut.h5").write_bytes(whole[: len(whole) // 2])
     Path("text.h5").write_text("no HDF5")

@@ -1,7 +1,10 @@
 """Result files: names, contents, averages, crash safety, replay of our own files."""
 
 import json
+import multiprocessing
 import os
+import platform
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -10,13 +13,15 @@ import pytest
 import torch
 
 import main
+import main_plot
 from FLAlgorithms.servers import ALGORITHMS
 from tests.toys import run_main
 from utils.config import Config
 from utils.errors import InputError
+from utils.files import BLOCK, atomic_h5, open_h5, replacing, sealed
 from utils.partition import Split
 from utils.progress import Progress, Watch
-from utils.results import atomic_h5, file_name, number
+from utils.results import average, file_name, number
 
 DEFAULT = {"dataset": "Mnist", "arguments": {"users": 20, "labels_per_user": 2, "seed": 0}}
 SPLIT = Split(("a",), (np.arange(3),), (np.arange(3, 5),), DEFAULT)
@@ -26,6 +31,10 @@ THIRD = Split(("a",), (np.arange(2),), (np.arange(4, 5),), {"dataset": "Mnist"})
 
 def name(of_personal=False, rows=SPLIT, **options) -> str:
     return file_name(Config(**options).resolved(), rows, of_personal)
+
+
+def options_of(algorithm: str) -> list[str]:
+    return Config(algorithm=algorithm).options()
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -41,6 +50,14 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(
         np.array_equal(a[k], b[k], equal_nan=a[k].dtype.kind == "f") for k in a
     )
+
+
+@contextmanager
+def changed(path: Path):
+    """A result file to alter; its checksum fits again afterwards."""
+    with h5py.File(path, "r+") as file:
+        yield file
+    path.write_bytes(sealed(path.read_bytes()[BLOCK:]))
 
 
 def files(out: Path, pattern: str) -> list[Path]:
@@ -244,7 +261,7 @@ def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(InputError, match=r"cannot write a.h5 \(No space left on device\)"):
+        with pytest.raises(InputError, match=r"cannot write .*a.h5: No space left on device"):
             with atomic_h5(path) as file:
                 file["x"] = 2
     with pytest.raises(RuntimeError), atomic_h5(path) as file:
@@ -279,15 +296,15 @@ def test_replay_of_our_own_files(algorithm, semantics, leaf, capsys, tmp_path):
 
 def test_replay_refuses_what_it_would_ignore(leaf, capsys):
     _, out = run_main(leaf)
-    path = str(files(out, "*pFedMe_0.005*_0.h5")[0])
-    assert main.main(["--replay", path, "--beta", "2"]) == 2
+    (path,) = files(out, "*pFedMe_0.005*_0.h5")
+    assert main.main(["--replay", str(path), "--beta", "2"]) == 2
     assert "--beta: with --replay only" in capsys.readouterr().err
-    assert main.main(["--replay", path, "--num_global_iters", "9"]) == 2
+    assert main.main(["--replay", str(path), "--num_global_iters", "9"]) == 2
     assert "holds 2 rounds" in capsys.readouterr().err
-    with h5py.File(path, "r+") as file:
+    with changed(path) as file:
         del file["split"]
-    assert main.main(["--replay", path]) == 2
-    assert "not a recorded run" in capsys.readouterr().err
+    assert main.main(["--replay", str(path)]) == 2
+    assert "damaged, or no result file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -432,6 +449,32 @@ def test_the_suspicious_option_is_named(words, looked_at, leaf, capsys):
     assert looked_at in capsys.readouterr().err
 
 
+STEPS = ("learning_rate", "beta", "lamda", "personal_learning_rate", "inner_weight_decay", "mu")
+STEPS += ("server_learning_rate",)
+
+
+@pytest.mark.parametrize("way", [["--block_size", "0"], [], ["--lockstep", "yes"]])
+@pytest.mark.parametrize(
+    ("algorithm", "option"), [(a, o) for a in ALGORITHMS for o in STEPS if o in options_of(a)]
+)
+def test_any_step_that_is_far_too_large_ends_as_diverged(algorithm, option, way, leaf, capsys):
+    """1e30, and beyond what float32 holds."""
+    words = ["--algorithm", algorithm, "--model", "dnn", "--num_global_iters", "20", *way]
+    for value in ("1e30", "1e308"):
+        code, out = run_main(leaf, *words, f"--{option}", value, "--times", "2")
+        err = capsys.readouterr().err
+        assert code == 1, (value, err)
+        assert err.count("diverged in round ") == 2
+        # The weight decay is named beforehand, by the known bound.
+        named = f"decay {float(value):g}) is" if "decay" in option else f"look at --{option} (now "
+        assert named in err
+        for path in files(out, "*.h5"):
+            with h5py.File(path) as file:
+                assert file.attrs["status"] == "diverged"
+                assert np.isfinite(file["rs_glob_acc"][()]).all()
+            path.unlink()
+
+
 def test_ctrl_c_before_the_first_round_is_130(leaf, monkeypatch, capsys):
     def stop(*_):
         raise KeyboardInterrupt
@@ -446,7 +489,7 @@ def test_ctrl_c_before_the_first_round_is_130(leaf, monkeypatch, capsys):
 
 
 def damage(path: Path, what: str) -> None:
-    with h5py.File(path, "r+") as file:
+    with changed(path) as file:
         attrs = file.attrs
         changes = {
             "config text": lambda: attrs.__setitem__("config", "nothing"),
@@ -457,22 +500,44 @@ def damage(path: Path, what: str) -> None:
             "repetition": lambda: attrs.__setitem__("repetition", "avg"),
             "evaluates": lambda: attrs.__setitem__("evaluates", "theta"),
             "no init": lambda: file.__delitem__("init"),
-            "init shape": lambda: replace(file, "init/fc1.bias", np.zeros(3, np.float32)),
-            "init name": lambda: replace(file, "init/fc9.bias", np.zeros(10, np.float32)),
-            "curve length": lambda: replace(file, "rs_glob_acc", np.zeros(1)),
-            "selected user": lambda: replace(file, "selected_users", np.array([[0, 99], [1, 2]])),
-            "selected twice": lambda: replace(file, "selected_users", np.array([[1, 1], [1, 2]])),
-            "selected shape": lambda: replace(file, "selected_users", np.arange(4)),
-            "selected floats": lambda: replace(file, "selected_users", np.ones((2, 2))),
-            "split rows": lambda: replace(file, "split/user0/train", np.array([10**6])),
-            "users": lambda: replace(file, "users", np.arange(5)),
+            "init shape": lambda: put(file, "init/fc1.bias", np.zeros(3, np.float32)),
+            "init name": lambda: put(file, "init/fc9.bias", np.zeros(10, np.float32)),
+            "curve length": lambda: put(file, "rs_glob_acc", np.zeros(1)),
+            "selected user": lambda: put(file, "selected_users", np.array([[0, 99], [1, 2]])),
+            "selected twice": lambda: put(file, "selected_users", np.array([[1, 1], [1, 2]])),
+            "selected shape": lambda: put(file, "selected_users", np.arange(4)),
+            "selected floats": lambda: put(file, "selected_users", np.ones((2, 2))),
+            "split rows": lambda: put(file, "split/user0/train", np.array([10**6])),
+            "users": lambda: put(file, "users", np.arange(5)),
+            "curve gone": lambda: file.__delitem__("rs_test_loss"),
+            "curve text": lambda: put(file, "rs_glob_acc", np.array([b"a", b"b", b"c"])),
+            "curve group": lambda: put(file, "rs_glob_acc/x", 1),
+            "curve scalar": lambda: put(file, "rs_glob_acc", 0.5),
+            "init text": lambda: put(file, "init/fc1.bias", np.array([b"a"] * 10)),
+            "final text": lambda: put(file, "final/fc1.bias", np.array([b"a"] * 10)),
+            "final number": lambda: put(file, "final", 3),
+            "no folder": lambda: attrs.__setitem__("manifest", '{"scheme": "leaf"}'),
+            "other folder": lambda: attrs.__setitem__(
+                "manifest", '{"scheme": "leaf", "folder": 3, "source": {}}'
+            ),
+            "split nan": lambda: put(file, "split/user0/train", np.array([np.nan])),
+            "split negative": lambda: put(file, "split/user0/train", np.array([-1])),
+            "label outside": lambda: put(file, "split/user0/train_label", np.array([10] * 12)),
+            "label missing": lambda: put(file, "split/user0/train_label", np.array([1])),
+            "no train data": lambda: [
+                put(file, f"split/user{u}/train", np.zeros(0, int)) for u in range(5)
+            ],
+            "user without train data": lambda: put(file, "split/user1/train", np.zeros(0, int)),
+            "user twice": lambda: put(file, "users", ["user0"] * 5),
         }
         changes[what]()
 
 
-def replace(file, name, value):
-    if name in file:
-        del file[name]
+def put(file, name, value):
+    top = name.split("/")[0]
+    for old in (name, top):
+        if old in file and (old == name or isinstance(file[old], h5py.Dataset)):
+            del file[old]
     file[name] = value
 
 
@@ -482,6 +547,10 @@ def replace(file, name, value):
         *("config text", "config list", "config number", "manifest", "schema", "repetition"),
         *("evaluates", "no init", "init shape", "init name", "curve length", "selected user"),
         *("selected twice", "selected shape", "selected floats", "split rows", "users"),
+        *("curve gone", "curve text", "curve group", "curve scalar", "init text", "final text"),
+        *("final number", "no folder", "other folder", "split nan", "split negative"),
+        *("label outside", "label missing", "no train data", "user without train data"),
+        *("user twice",),
     ],
 )
 def test_replay_of_a_damaged_file_is_one_line(what, leaf, capsys):
@@ -497,7 +566,7 @@ def test_replay_of_a_damaged_file_is_one_line(what, leaf, capsys):
 def test_replay_does_not_overlook_nan(leaf, capsys):
     _, out = run_main(leaf)
     (path,) = files(out, "*pFedMe_0.005*_0.h5")
-    with h5py.File(path, "r+") as file:
+    with changed(path) as file:
         file["rs_glob_acc"][1:] = np.nan
     assert main.main(["--replay", str(path), "--gpu", "-1"]) == 1
     assert "OUTSIDE" in capsys.readouterr().out
@@ -609,6 +678,191 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message, leaf, monkey
     assert "Traceback" not in err
 
 
+def alter(*keys):
+    """Replaces what a checkpoint holds under `keys` by change(it)."""
+
+    def apply(content, change):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = change(content[keys[-1]])
+
+    return apply
+
+
+WRONG = [
+    (alter("server"), lambda _: 3),
+    (alter("server", "round"), lambda _: "1"),
+    (alter("server", "round"), lambda _: [1]),
+    (alter("server", "round"), lambda _: 2),
+    (alter("server", "round"), lambda _: -1),
+    (alter("server", "work"), lambda t: t[1:]),
+    (alter("server", "work"), lambda t: t.tolist()),
+    (alter("server", "cursors"), lambda _: {}),
+    (alter("server", "cursors", "train"), lambda t: t[1:]),
+    (alter("server", "cursors", "train"), lambda t: t.double()),
+    (alter("server", "tensors"), lambda ts: ts[1:]),
+    (alter("server", "tensors", 0), lambda t: t[:, 1:].clone()),
+    (alter("server", "tensors", 0), lambda t: t.double()),
+    (alter("server", "tensors", 1), lambda t: t / 0),
+    (alter("server"), lambda s: {k: v for k, v in s.items() if k != "work"}),
+    (alter("main"), lambda _: []),
+    (alter("main", "rounds"), lambda r: [str(t) for t in r]),
+    (alter("main", "rounds"), lambda r: r[1:]),
+    (alter("main", "models"), lambda _: {}),
+    (alter("main", "models", "", "test"), lambda t: t[..., 1:]),
+    (alter("personal", "models"), lambda m: {"theta": m["theta"]}),
+    (alter("personal", "models", "local"), lambda m: {"test": m["test"]}),
+    (alter("selected"), lambda s: s * 2),
+    (alter("selected", 0), lambda t: t + 4),
+    (alter("selected", 0), lambda t: t * 0),
+    (alter("selected", 0), lambda t: t.tolist()),
+    (alter("init"), lambda _: {}),
+    (alter("init", "fc1.bias"), lambda t: t[1:]),
+]
+
+
+def test_a_checkpoint_with_wrong_contents_changes_nothing(leaf, monkeypatch, capsys):
+    """Whole for torch and of this job, but its values are not."""
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.jobs.Interrupts", lambda: StopAfter(1))
+        _, out = run_main(leaf)
+    (path,) = files(out, "*.ckpt")
+    whole = path.read_bytes()
+    for case, (apply, change) in enumerate(WRONG):
+        path.write_bytes(whole)
+        apply(content := torch.load(path, weights_only=True), change)
+        torch.save(content, path)
+        before = {p: p.read_bytes() for p in out.iterdir()}
+        capsys.readouterr()
+        assert run_main(leaf, "--resume")[0] == 2, case
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("main.py: error: --resume: ") and str(path) in line, line
+        assert line.endswith("is damaged or no checkpoint; delete it to start again"), line
+        assert {p: p.read_bytes() for p in out.iterdir()} == before, case
+    path.write_bytes(whole)
+    assert run_main(leaf, "--resume")[0] == 0
+
+
+# ---- checksums
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def refused(capsys, *words: object) -> str:
+    """The one line of a refused command of main.py, or of main_plot.py for a single file."""
+    capsys.readouterr()
+    program = main_plot.main if len(words) == 1 else main.main
+    assert program([str(word) for word in words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_changed_bit_is_seen_by_every_reader(leaf, capsys):
+    _, out = run_main(leaf, "--times", "2")
+    path, other = files(out, "*pFedMe_0.005*_[01].h5")
+    whole = path.read_bytes()
+    # Everywhere: the checksum's own block, the first bytes, the arrays, the attributes.
+    for place in [0, 7, 300, BLOCK - 1, BLOCK, *range(BLOCK + 8, len(whole), 997), -1]:
+        flip(path, place)
+        with pytest.raises(InputError, match="damaged"), open_h5(path):
+            pass
+        path.write_bytes(whole)
+    for content in (whole[:-1], whole + b"0", whole[: len(whole) // 2], whole[:100], b""):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="damaged"), open_h5(path):
+            pass
+    path.write_bytes(whole)
+    flip(path, len(whole) // 2)
+    expected = f"{path}: damaged, or no result file of main.py (its checksum does not fit)"
+    assert refused(capsys, path) == f"main_plot.py: error: {expected}"
+    for words in (["--replay", path], ["--verify", path]):
+        assert refused(capsys, *words, "--gpu", "-1") == f"main.py: error: {expected}"
+    with pytest.raises(InputError, match="checksum"):
+        average([other, path], out / "x.h5")
+    assert not (out / "x.h5").exists()
+    # The partner of a whole `_p` file.
+    (personal,) = files(out, "*pFedMe_p_*_0.h5")
+    assert refused(capsys, "--replay", personal, "--gpu", "-1") == f"main.py: error: {expected}"
+
+
+def test_a_damaged_finished_file_costs_no_other(leaf, capsys):
+    """A job beside it is whole and says so; --resume runs what is damaged again."""
+    words = ["--times", "2", "--num_global_iters", "3"]
+    _, out = run_main(leaf, *words)
+    kept = {path.name: read(path) for path in files(out, "*.h5")}
+    for path in [*files(out, "*_1.h5"), *files(out, "*_avg.h5")]:
+        path.unlink()
+    (path,) = files(out, "*pFedMe_0.005*_0.h5")
+    flip(path, BLOCK + 5000)
+    capsys.readouterr()
+    assert run_main(leaf, *words, "--repetition", "1")[0] == 0
+    said = capsys.readouterr()
+    notices = [line for line in said.err.splitlines() if line.startswith("notice: left out: ")]
+    assert len(notices) == 1 and str(path) in notices[0]
+    for one in files(out, "*_1.h5"):
+        assert same(read(one), kept[one.name])
+        assert f"  {one}" in said.out.splitlines()
+    assert [p.name for p in files(out, "*_avg.h5")] == [
+        n for n in kept if n.endswith("_avg.h5") and "_p_" in n
+    ]
+    assert run_main(leaf, *words, "--resume")[0] == 0
+    assert f"notice: left out: {path}: damaged" in capsys.readouterr().err
+    assert {p.name: read(p).keys() for p in files(out, "*.h5")} == {
+        name: content.keys() for name, content in kept.items()
+    }
+    for one in files(out, "*.h5"):
+        assert same(read(one), kept[one.name])
+
+
+def test_files_without_a_checksum_are_read_on_trust(leaf, capsys):
+    """As they were written before there were any."""
+    _, out = run_main(leaf, "--times", "2")
+    for path in files(out, "*.h5"):
+        path.write_bytes(path.read_bytes()[BLOCK:])
+    assert run_main(leaf, "--times", "2", "--resume")[0] == 0
+    assert "2 finished repetitions are kept" in capsys.readouterr().err
+    (path,) = files(out, "*pFedMe_p_*_1.h5")
+    for word in ("--replay", "--verify"):
+        assert main.main([word, str(path), "--gpu", "-1"]) == 0
+    assert main_plot.main([str(out), "--out", str(out / "x.png")]) == 0
+
+
+def test_curves_of_other_lengths_are_no_average(tmp_path):
+    paths = [tmp_path / f"{i}.h5" for i in range(2)]
+    for length, path in enumerate(paths, 3):
+        with atomic_h5(path) as file:
+            file["rs_glob_acc"] = np.zeros(length)
+    with pytest.raises(InputError, match=r"1.h5: .*rs_glob_acc differs in shape from 0.h5"):
+        average(paths, tmp_path / "avg.h5")
+    assert not (tmp_path / "avg.h5").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="processes are not looked up on Windows")
+def test_what_a_dead_process_left_is_removed(tmp_path):
+    """And nothing of one that lives, of another machine, or of another name."""
+    dead = multiprocessing.Process(target=int)
+    dead.start()
+    dead.join()
+    host, name = platform.node(), "a[1].h5"
+    gone = tmp_path / f"{name}.{host}.{dead.pid}.tmp"
+    stays = [
+        f"{name}.{host}.{os.getppid()}.tmp",
+        f"{name}.other{host}.{dead.pid}.tmp",
+        f"{name}.{host}.x.tmp",
+        f"b{name}.{host}.{dead.pid}.tmp",
+        f"{name}.part",
+    ]
+    for path in (gone, *(tmp_path / stay for stay in stays)):
+        path.write_text("")
+    with replacing(tmp_path / name) as beside:
+        beside.write_text("new")
+    assert {path.name for path in tmp_path.iterdir()} == {name, *stays}
+
+
 # ---- work, log, verify
 
 
@@ -671,6 +925,8 @@ def test_the_log_has_a_line_per_round(leaf, tmp_path, capsys):
     assert f"selected={','.join(map(str, content['selected_users'][2]))}" in lines[-1]
     assert run_main(leaf, "--log_file", str(leaf))[0] == 2
     assert "--log_file" in capsys.readouterr().err
+    assert run_main(leaf, "--log_file", str(leaf / "none" / "log.txt"))[0] == 2
+    assert "log.txt: No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -681,7 +937,7 @@ def test_verify_runs_a_file_again(algorithm, leaf, capsys):
         assert main.main(["--verify", str(path), "--gpu", "-1"]) == 0
         assert "every array is bitwise the same" in capsys.readouterr().out
     (path,) = files(out, f"*{algorithm}_0.005*_1.h5")
-    with h5py.File(path, "r+") as file:
+    with changed(path) as file:
         file["rs_train_loss"][1] += 1e-9
     assert main.main(["--verify", str(path), "--gpu", "-1"]) == 1
     assert "rs_train_loss differs, by at most 1e-09" in capsys.readouterr().out

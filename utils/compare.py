@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import InputError
+from utils.files import replacing
 from utils.grid import Grid, Published
-from utils.jobs import Loader, settle
-from utils.plot_utils import Curve, Key, evaluated, make_curves, read_run, replacing, with_beside
-from utils.results import finished, result_path
+from utils.jobs import Loader, is_whole, settle
+from utils.plot_utils import Curve, Key, evaluated, make_curves, read_run, with_beside
+from utils.results import result_path
 
 ROUNDS = (0, 1, 10, 50, 100, 200, 400, 600)  # and the last
 
@@ -35,7 +36,7 @@ def read_grid_results(grid: Grid) -> tuple[list[Curve], dict[Key, Published]]:
         kinds = [False] * bool(config.server_class.user_class.uploads)
         for personal in kinds + [True] * bool(config.primary):
             paths = [result_path(config, split, personal, i) for i in config.repetitions]
-            found = [read_run(path) for path in paths if finished(path)]
+            found = [read_run(path) for path in paths if is_whole(path)]
             runs += found
             for one in found:
                 published |= {(one.identity, m): told for m, told in run.published.items()}

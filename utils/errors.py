@@ -1,8 +1,11 @@
 """What a user sees of bad input: one line on stderr, exit code 2."""
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 
@@ -18,11 +21,38 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
+@contextmanager
+def starting(program: str) -> Iterator[None]:
+    """While modules are imported, Ctrl-C ends the program in one line, whatever they catch."""
+
+    def stop(*_: object) -> None:
+        os.write(2, f"{program}: interrupted\n".encode())
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler  # else it is ignored (nohup, --jobs)
+    if ours:
+        signal.signal(signal.SIGINT, stop)
+    yield
+    if ours:
+        signal.signal(signal.SIGINT, before)
+
+
 def guarded(program: str, work: Callable[[], int]) -> int:
-    """The exit code of `work`; 2 and one line after bad input, 130 after Ctrl-C."""
+    """The exit code of `work`; 2 and one line after bad input, 130 after Ctrl-C.
+
+    141, as of any program in a pipe, where nobody reads the output any more.
+    """
     try:
-        return work()
-    except InputError as error:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 141
+    except (InputError, OSError) as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,8 +28,8 @@ from utils.results import (
     average,
     check_writable,
     checkpoint_path,
-    finished,
     result_path,
+    status,
     summary,
     totals,
 )
@@ -192,7 +193,16 @@ class Plan:
 def _is_finished(config: Config, split: Split, repetition: int) -> bool:
     """Whether the repetition's files hold whole runs."""
     kinds = [False, True] if config.primary else [False]
-    return all(finished(result_path(config, split, personal, repetition)) for personal in kinds)
+    return all(is_whole(result_path(config, split, personal, repetition)) for personal in kinds)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file holds a whole run; a damaged one is named and left out."""
+    try:
+        return status(path) == "finished"
+    except InputError as error:
+        say(f"notice: left out: {error}")
+        return False
 
 
 def _lockstep(config: Config, model: Classifier) -> bool:
@@ -277,15 +287,15 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
             recorder.restore(checkpoint)
             done = server.round_number
             say(f"{label(job.config, [recorder.repetition])}: resumed after round {done}")
-    status = "interrupted"
+    end = "interrupted"
     try:
         server.run()
-        status = "finished"
+        end = "finished"
     except Diverged:
-        status = "diverged"
+        end = "diverged"
     finally:
         for run, recorder in enumerate(recorders):
-            ended = "diverged" if run in server.failed else status
+            ended = "diverged" if run in server.failed else end
             written = recorder.save(ended)
             if ended != "finished":
                 why = server.failed.get(run, ended)
@@ -299,7 +309,7 @@ def conclude(plan: Plan) -> list[str]:
     config, printed = plan.config, []
     for personal in [False, True] if config.primary else [False]:
         path = partial(result_path, config, plan.split, personal)
-        done = [path(i) for i in range(config.times) if finished(path(i))]
+        done = [path(i) for i in range(config.times) if is_whole(path(i))]
         what = f"personalised ({config.primary})" if personal else "global model"
         printed += summary(done, f"{config.algorithm}, {what}, test accuracy %")
         work = [totals(done[0])] if done and not personal else []

@@ -86,9 +86,12 @@ def read_source(dataset: str, manifest: dict) -> Source:
     """The samples that the rows of a split with this manifest number."""
     _choose(dataset, DATASETS, "dataset")
     if manifest.get("scheme") == "leaf":
-        source, split = _read_leaf(dataset, Path(manifest["folder"]))
-        if split.manifest["source"] != manifest["source"]:
-            raise InputError(f"split {manifest['folder']}: its files have changed since")
+        folder = manifest.get("folder")
+        if not isinstance(folder, str) or "\0" in folder:
+            raise InputError(f"split of scheme leaf: its manifest has the folder {folder!r}")
+        source, split = _read_leaf(dataset, Path(folder))
+        if split.manifest["source"] != manifest.get("source"):
+            raise InputError(f"split {folder}: its files have changed since")
         return source
     return DATASETS[dataset](manifest)
 

@@ -35,8 +35,11 @@ def run_parallel(tasks: Sequence[Task], shows: Sequence[Show]) -> int:
         context.Process(target=_work, args=(todo, news, stop), daemon=True) for _ in range(size)
     ]
     heard = Heard(shows)
+    # Spawned processes inherit what is ignored, so that Ctrl-C does not reach their imports.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for worker in workers:
         worker.start()
+    signal.signal(signal.SIGINT, before)
     try:
         while any(worker.is_alive() for worker in workers):
             heard.listen(news)

@@ -6,6 +6,7 @@ shape `block`, one number per user.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,6 +19,11 @@ Scale = float | Tensor
 def per_user(v: Tensor, like: Tensor) -> Tensor:
     """Reshape numbers of shape `block` so that they broadcast over a parameter (*block, *shape)."""
     return v.reshape(v.shape + (1,) * (like.dim() - v.dim()))
+
+
+def factor(t: float, like: Tensor) -> float:
+    """A number as a type holds it: infinite beyond its range, where torch would raise."""
+    return t if abs(t) <= torch.finfo(like.dtype).max else math.copysign(math.inf, t)
 
 
 def clone(params: Iterable[Tensor]) -> list[Tensor]:
@@ -47,7 +53,7 @@ def add_(dst: Params, src: Params, t: Scale) -> None:
         if isinstance(t, Tensor):
             d.addcmul_(s, per_user(t, d))
         else:
-            d.add_(s, alpha=t)
+            d.add_(s, alpha=factor(t, d))
 
 
 @torch.no_grad()
@@ -61,7 +67,7 @@ def scale_(dst: Params, t: float) -> None:
 def lerp_(dst: Params, src: Params, t: Scale) -> None:
     """dst <- dst + t (src - dst); exactly src at t = 1, exactly dst at t = 0; t may exceed 1."""
     for d, s in zip(dst, src, strict=True):
-        d.lerp_(s, per_user(t, d) if isinstance(t, Tensor) else t)
+        d.lerp_(s, per_user(t, d) if isinstance(t, Tensor) else factor(t, d))
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import zipfile
 import zlib
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from utils.errors import InputError
+from utils.files import replacing
 
 if TYPE_CHECKING:
     from utils.model_utils import Source
@@ -157,19 +157,8 @@ def check(split: Split, source: Source) -> None:
 
 def write_atomic(path: str | Path, write: Callable[[BinaryIO], Any]) -> None:
     """Let `write` fill a file beside `path`, then rename it over `path`; makes the folder."""
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            write(file)
-        os.replace(part, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        # The folder may not exist, or not be a folder, and that was reported above.
-        if part.is_file():
-            part.unlink()
+    with replacing(Path(path)) as beside, beside.open("wb") as file:
+        write(file)
 
 
 # ---- schemes -------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 import csv
 import json
-import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
@@ -20,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from utils.errors import InputError
+from utils.files import open_h5, replacing
 
 if TYPE_CHECKING:
     from utils.grid import Published
@@ -146,22 +145,20 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
 
 def read_run(path: Path) -> Run:
     """The curves and attributes of one file; a file without attributes is a legacy one."""
-    try:
-        with h5py.File(path) as file:
-            schema = file.attrs.get("schema", 0)
-            if schema not in (0, 1):
-                raise InputError(f"{path}: schema {schema} is unknown; this version reads 1")
-            about = _described(file.attrs) if schema else _legacy(path)
-            rows = dict(file.get("runs", {}))
-            values = {
-                name: np.atleast_2d(np.asarray((rows if key in rows else file)[key], float))
-                for key, name in QUANTITIES.items()
-                if key in file
-            }
-            length = values["test_acc"].shape[1]
-            rounds = np.asarray(file["round"] if "round" in file else range(length), int)
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise InputError(f"{path}: damaged, or no result file of main.py") from error
+    with open_h5(path) as file:
+        schema = file.attrs.get("schema", 0)
+        if schema not in (0, 1):
+            raise InputError(f"{path}: schema {schema} is unknown; this version reads 1")
+        about = _described(file.attrs) if schema else _legacy(path)
+        json.dumps(about, ensure_ascii=False).encode()  # raises on text that cannot be drawn
+        rows = dict(file.get("runs", {}))
+        values = {
+            name: np.atleast_2d(np.asarray((rows if key in rows else file)[key], float))
+            for key, name in QUANTITIES.items()
+            if key in file
+        }
+        length = values["test_acc"].shape[1]
+        rounds = np.asarray(file["round"] if "round" in file else range(length), int)
     if not length:
         raise InputError(f"{path}: holds no evaluations")
     if any(v.shape[1:] != rounds.shape for v in values.values()):
@@ -547,20 +544,3 @@ def save(figure: Figure, path: Path) -> None:
     suffix = path.suffix.lower()
     with replacing(path) as part:
         figure.savefig(part, format=suffix[1:], dpi=150, metadata=dates.get(suffix))
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name to write to; it becomes `path` when the block ends without error."""
-    if not path.name:
-        raise InputError(f"{path}: not a file name")
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        os.replace(part, path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()

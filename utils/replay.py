@@ -21,10 +21,11 @@ from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import Diverged
 from utils.config import FIELDS, Config, parse_value, say
 from utils.errors import InputError
+from utils.files import open_h5
 from utils.jobs import Job, prepare
 from utils.model_utils import read_data, read_source
 from utils.partition import Split, check
-from utils.results import SCHEMA, Recorder, check_writable
+from utils.results import CURVES, SCHEMA, Recorder, check_writable
 
 # The golden files' own names for some options.
 RENAMED = {"rounds": "num_global_iters", "clients_per_round": "numusers"}
@@ -70,22 +71,14 @@ def read_recording(path: str, given: dict[str, object]) -> Recording:
     if unread:
         allowed = ", ".join(f"--{name}" for name in OVERRIDES)
         raise InputError(f"--{unread[0]}: with --replay only {allowed}")
-    try:
-        with h5py.File(path) as file:
-            if file.attrs.get("evaluates", "global") == "global":
-                return _read(file, path, given)
-            main_path = _partner(file, path)
-        with h5py.File(main_path) as file:
-            if file.attrs["evaluates"] != "global":
-                raise KeyError("a file of the global model")
-            return _read(file, str(main_path), given)
-    except OSError as error:
-        reason = "no such file" if not Path(path).exists() else "not a readable .h5 file"
-        raise InputError(f"--replay {path}: {reason}") from error
-    except InputError:
-        raise
-    except Exception as error:  # h5py answers damaged bytes with errors of many kinds
-        raise InputError(f"--replay {path}: not a recorded run ({error})") from None
+    with open_h5(Path(path)) as file:
+        if file.attrs.get("evaluates", "global") == "global":
+            return _read(file, path, given)
+        main_path = _partner(file, path)
+    with open_h5(main_path) as file:
+        if file.attrs["evaluates"] != "global":
+            raise ValueError("its partner is no file of the global model")
+        return _read(file, str(main_path), given)
 
 
 def _partner(file: h5py.File, path: str) -> Path:
@@ -108,7 +101,7 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
     repetition = int(repetition)
     texts = {k: str(v) for k, v in values.items() if k in FIELDS and v is not None}
     texts["save_models"] = "false"  # a replay compares what was evaluated
-    parsed = {k: parse_value(k, v, f"--replay {path}: {k}") for k, v in texts.items()}
+    parsed = {k: parse_value(k, v, f"{path}: {k}") for k, v in texts.items()}
     parsed |= {"repetition": None, "times": repetition + 1}
     asked = given.get("num_global_iters", 0)
     if asked > len(selected):
@@ -120,10 +113,12 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
     curves = _curves(file)
     rounds = dict.fromkeys(("", "_per"), np.arange(len(selected)))
     if ours:
+        if missing := [name for name in CURVES if name not in curves]:
+            raise ValueError(f"{missing[0]} is missing or no list of numbers")
         rounds[""] = file["round"][()]
         partner = _partner(file, path)
         if partner.exists():
-            with h5py.File(partner) as other:
+            with open_h5(partner) as other:
                 for name, values in _curves(other).items():
                     curves[f"{name}_per" if name.startswith("rs_") else name] = values
                 rounds["_per"] = other["round"][()]
@@ -144,7 +139,10 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
 
 
 def _tensors(group: h5py.Group) -> dict[str, np.ndarray]:
-    return {name: value[()] for name, value in group.items()}
+    found = {name: value[()] for name, value in group.items()}
+    if bad := [name for name, value in found.items() if value.dtype.kind not in "fiu"]:
+        raise ValueError(f"{group.name}/{bad[0]} holds no numbers")
+    return found
 
 
 def _selected(rows: np.ndarray) -> np.ndarray:
@@ -184,14 +182,23 @@ def _split(file: h5py.File, manifest: dict) -> Split:
     group = file["split"]
     # Our files keep the users' order; in a golden file user i is the i-th sorted name.
     users = tuple(file["users"].asstr()[()].tolist()) if "users" in file else tuple(sorted(group))
-    parts = {p: tuple(group[u][p][()].astype(np.int64) for u in users) for p in ("train", "test")}
+    if len(set(users)) != len(users):
+        raise ValueError("users names one twice")
+    parts = {p: tuple(_whole(group[u][p]) for u in users) for p in ("train", "test")}
     labels = {
-        (i, p): group[u][f"{p}_label"][()].astype(np.int64)
+        (i, p): _whole(group[u][f"{p}_label"])
         for i, u in enumerate(users)
         for p in ("train", "test")
         if f"{p}_label" in group[u]
     }
     return Split(users, parts["train"], parts["test"], manifest, labels)
+
+
+def _whole(values: h5py.Dataset) -> np.ndarray:
+    """A list of whole numbers as int64."""
+    if values.ndim != 1 or (values.dtype.kind not in "iu" and len(values)):
+        raise ValueError(f"{values.name} must be a list of whole numbers")
+    return values[()].astype(np.int64)
 
 
 class _Observer:
@@ -336,7 +343,7 @@ def verify(path: str, given: dict[str, object]) -> int:
         written = recorder.save("finished")
         originals = [Path(recording.path)]
         if len(written) > 1:
-            with h5py.File(recording.path) as file:
+            with open_h5(Path(recording.path)) as file:
                 originals.append(_partner(file, str(recording.path)))
         differing = [
             line
@@ -352,7 +359,7 @@ def _differences(old: Path, new: Path) -> list[str]:
     found: list[dict[str, np.ndarray]] = []
     for path in (old, new):
         arrays: dict[str, np.ndarray] = {}
-        with h5py.File(path) as file:
+        with open_h5(path) as file:
             file.visititems(
                 lambda n, v, into=arrays: (
                     into.update({n: v[()]})
@@ -369,7 +376,7 @@ def _differences(old: Path, new: Path) -> list[str]:
         floats = a[name].dtype.kind == "f"
         if not np.array_equal(a[name], b[name], equal_nan=floats):
             how = ""
-            if floats and a[name].shape == b[name].shape:
-                how = f", by at most {np.nanmax(np.abs(a[name] - b[name])):.3g}"
+            if floats and a[name].shape == b[name].shape and np.isfinite(a[name]).all():
+                how = f", by at most {np.abs(a[name] - b[name]).max():.3g}"
             lines.append(f"{old.name}: {name} differs{how}")
     return lines

@@ -7,11 +7,10 @@ import hashlib
 import io
 import json
 import math
-import os
 import platform
 import time
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +24,7 @@ from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import WORK, Server
 from utils.config import NOT_NUMBERS, Config
 from utils.errors import InputError
+from utils.files import atomic_h5, open_h5, replacing
 from utils.model_utils import is_default
 from utils.partition import PARTS, Split
 
@@ -93,41 +93,14 @@ def digest(values: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-@contextmanager
-def atomic_h5(path: Path):
-    """An .h5 file to write; it appears under `path`, whole, when the block ends without error."""
-    # In memory first: HDF5 tells of a full disk by RuntimeErrors, and only when it closes.
-    with replacing(path) as beside:
-        with h5py.File(beside, "w", driver="core", backing_store=False) as file:
-            yield file
-            file.flush()
-            image = file.id.get_file_image()
-        beside.write_bytes(image)
-
-
-@contextmanager
-def replacing(path: Path):
-    """A name to write to; it becomes `path` when the block ends without error."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield beside
-        os.replace(beside, path)
-    except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
-        raise InputError(
-            f"--results_dir {path.parent}: cannot write {path.name} ({reason})"
-        ) from None
-    finally:
-        with suppress(OSError):
-            beside.unlink()
-
-
 def check_writable(path: Path) -> None:
     """Try to write beside `path`, before any work is done for it."""
-    with atomic_h5(path.with_name(f"{path.name}.try")):
-        if path.is_dir():
-            raise InputError(f"--results_dir {path.parent}: {path.name} is a folder")
+    try:
+        with atomic_h5(path.with_name(f"{path.name}.try")):
+            if path.is_dir():
+                raise InputError(f"{path.name} is a folder")
+    except InputError as error:
+        raise InputError(f"--results_dir {path.parent}: {error}") from None
     # Another process on the same output may have removed it.
     path.with_name(f"{path.name}.try").unlink(missing_ok=True)
 
@@ -260,7 +233,7 @@ class Recorder:
         path = self.checkpoint_path
         if not path.exists():
             return None
-        try:
+        with self._judging():
             with zipfile.ZipFile(path) as archive:  # torch.load skips the checksums
                 if archive.testzip():
                     raise ValueError("a checksum is wrong")
@@ -268,28 +241,45 @@ class Recorder:
             for key, value in self._fitting().items():
                 if found[key] != value:
                     raise InputError(f"--resume: {path} has {key} {found[key]}, this job {value}")
-            missing = {"server", "main", "personal", "selected", "init"} - found.keys()
-            if missing:
-                raise KeyError(missing)
+            _demand_like(found["server"]["round"], 0)
             return found
+
+    def restore(self, checkpoint: dict) -> None:
+        """Put the server and the curves back to where the checkpoint was taken.
+
+        InputError, before anything is changed, where the contents are not this job's.
+        """
+        server, data = checkpoint["server"], self.server.data
+        names = self.server.personal_names(self.config)
+        with self._judging():
+            _demand_like(server, self.server.checkpoint(self.run))
+            done = server["round"]
+            main = _unpack(checkpoint["main"], [""], data.sizes)
+            personal = _unpack(checkpoint["personal"], names, data.sizes)
+            selected = [s.numpy() for s in checkpoint["selected"]]
+            init = {n: v.numpy() for n, v in checkpoint["init"].items()}
+            _demand(0 <= done == len(selected) <= self.config.num_global_iters)
+            _demand(all(np.isin(who, np.arange(data.num_users)).all() for who in selected))
+            _demand(all(who.shape == np.unique(who).shape for who in selected))
+            _demand_like(checkpoint["init"], {n: torch.from_numpy(v) for n, v in self.init.items()})
+        self.server.restore(server, self.run)
+        # What was evaluated before the next round is evaluated again.
+        self.main = [(r, m[""]) for r, m in main if r < done]
+        self.personal = [e for e in personal if e[0] < done]
+        self.selected, self.init = selected, init
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Whatever is wrong with the checkpoint is one InputError."""
+        try:
+            yield
         except InputError:
             raise
         except Exception:  # the unpickler answers damaged bytes with errors of many kinds
             raise InputError(
-                f"--resume: {path} is damaged or no checkpoint; delete it to start again"
+                f"--resume: {self.checkpoint_path} is damaged or no checkpoint; "
+                "delete it to start again"
             ) from None
-
-    def restore(self, checkpoint: dict) -> None:
-        """Put the server and the curves back to where the checkpoint was taken."""
-        self.server.restore(checkpoint["server"], self.run)
-        sizes = self.server.data.sizes
-        # What was evaluated before the next round is evaluated again.
-        done = self.server.round_number
-        main = [(r, m[""]) for r, m in _unpack(checkpoint["main"], sizes)]
-        self.main = [(r, m) for r, m in main if r < done]
-        self.personal = [e for e in _unpack(checkpoint["personal"], sizes) if e[0] < done]
-        self.selected = [s.numpy() for s in checkpoint["selected"]]
-        self.init = {n: v.numpy() for n, v in checkpoint["init"].items()}
 
     def _write(self, paths: dict[bool, Path], status: str) -> list[Path]:
         written = [paths[False]]
@@ -375,8 +365,16 @@ def _pack(entries: Sequence[tuple[int, dict[str, Metrics]]]) -> dict[str, object
     return {"rounds": [r for r, _ in entries], "models": rows}
 
 
-def _unpack(packed: dict, sizes: dict[str, np.ndarray]) -> list[tuple[int, dict[str, Metrics]]]:
-    models = packed["models"].items()
+def _unpack(
+    packed: dict, names: Iterable[str], sizes: dict[str, np.ndarray]
+) -> list[tuple[int, dict[str, Metrics]]]:
+    """What `_pack` packed: metrics of the models `names`; ValueError if they are not that."""
+    rounds, models = packed["rounds"], packed["models"].items()
+    _demand_like(rounds, [0] * len(rounds))
+    _demand(packed["models"].keys() == (set(names) if rounds else set()))
+    for _, rows in models:
+        like = torch.empty(len(rounds), 2, len(sizes["train"]), dtype=torch.float64)
+        _demand_like(rows, dict.fromkeys(PARTS, like), finite=False)
     return [
         (
             r,
@@ -389,8 +387,28 @@ def _unpack(packed: dict, sizes: dict[str, np.ndarray]) -> list[tuple[int, dict[
                 for name, rows in models
             },
         )
-        for i, r in enumerate(packed["rounds"])
+        for i, r in enumerate(rounds)
     ]
+
+
+def _demand_like(found: object, model: object, finite: bool = True) -> None:
+    """ValueError unless both have the same structure, types and shapes, and `found` no NaN."""
+    _demand(type(found) is type(model))
+    if isinstance(model, dict):
+        _demand(found.keys() == model.keys())
+        for key in model:
+            _demand_like(found[key], model[key], finite)
+    elif isinstance(model, list):
+        for mine, like in zip(found, model, strict=True):
+            _demand_like(mine, like, finite)
+    elif isinstance(model, torch.Tensor):
+        _demand(found.shape == model.shape and found.dtype == model.dtype)
+        _demand(not finite or bool(torch.isfinite(found).all()))
+
+
+def _demand(ok: bool | np.bool_) -> None:
+    if not ok:
+        raise ValueError
 
 
 def _write_group(file: h5py.File, group: str, values: dict[str, np.ndarray]) -> None:
@@ -427,24 +445,37 @@ def write_split(file: h5py.File, split: Split) -> None:
                 file[f"split/{user}/{part}_label"] = split.labels[index, part].astype(np.int32)
 
 
+def status(path: Path) -> str:
+    """How the run in a file ended, "" without a file; InputError unless its curves are there."""
+    if not path.exists():
+        return ""
+    with open_h5(path) as file:
+        for name, dims in (*((name, 1) for name in CURVES), ("user_test_acc", 2)):
+            values, rounds = file[name], len(file["round"])
+            if values.ndim != dims or values.dtype.kind != "f" or len(values) != rounds:
+                raise ValueError(f"{name} has not one entry per evaluated round")
+        return str(file.attrs["status"])
+
+
 def finished(path: Path) -> bool:
     """Whether the file holds a whole run."""
-    try:
-        with h5py.File(path) as file:
-            return file.attrs.get("status") == "finished"
-    except OSError:
-        return False
+    with suppress(InputError):
+        return status(path) == "finished"
+    return False
 
 
 def average(paths: Sequence[Path], target: Path) -> None:
     """Element-wise mean over finished repetitions, `*_std` (n-1), and `runs/*` stacked."""
     stacks: dict[str, list[np.ndarray]] = {}
     for path in paths:
-        with h5py.File(path) as file:
+        with open_h5(path) as file:
             for name, values in file.items():
                 if isinstance(values, h5py.Dataset) and values.dtype.kind == "f":
-                    stacks.setdefault(name, []).append(values[()])
-    with atomic_h5(target) as out, h5py.File(paths[0]) as first:
+                    runs = stacks.setdefault(name, [])
+                    if runs and runs[0].shape != values.shape:
+                        raise ValueError(f"{name} differs in shape from {paths[0].name}")
+                    runs.append(values[()])
+    with atomic_h5(target) as out, open_h5(paths[0]) as first:
         out.attrs.update(dict(first.attrs) | {"repetition": "avg", "repetitions": len(paths)})
         out["round"] = first["round"][()]
         for name, runs in stacks.items():
@@ -461,18 +492,18 @@ def std(runs: np.ndarray) -> np.ndarray:
 
 def totals(path: Path) -> str:
     """What a finished repetition did, per round and in all, in a line."""
-    with h5py.File(path) as file:
+    with open_h5(path) as file:
         work = json.loads(file.attrs["work"])
         rounds = max(len(file["selected_users"]), 1)
-    counts = [
-        f"{work[k] / rounds:,.0f} {k}" for k in ("selected", "trained", "samples", "gradients")
-    ]
-    sent = [f"{work[k] / rounds / 1e6:,.2f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
-    whole = [f"{work[k] / 1e6:,.1f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
-    return (
-        f"  per round: {', '.join([*counts, *sent])}; in all: {work['gradients']:,} gradients, "
-        f"{', '.join(whole)}"
-    )
+        counts = [
+            f"{work[k] / rounds:,.0f} {k}" for k in ("selected", "trained", "samples", "gradients")
+        ]
+        sent = [f"{work[k] / rounds / 1e6:,.2f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
+        whole = [f"{work[k] / 1e6:,.1f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
+        return (
+            f"  per round: {', '.join([*counts, *sent])}; in all: {work['gradients']:,} gradients, "
+            f"{', '.join(whole)}"
+        )
 
 
 def summary(paths: Iterable[Path], label: str) -> list[str]:
@@ -482,7 +513,7 @@ def summary(paths: Iterable[Path], label: str) -> list[str]:
     """
     rows = []
     for path in paths:
-        with h5py.File(path) as file:
+        with open_h5(path) as file:
             acc = file["rs_glob_acc"][()] * 100
             users = file["user_test_acc"][-1:] * 100
         if len(acc):

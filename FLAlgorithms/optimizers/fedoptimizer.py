@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from utils.params import Params, Scale, add_, lerp_
+from utils.params import Params, Scale, add_, factor, lerp_
 
 
 def _unhooked(step: Callable) -> Callable:
@@ -72,7 +72,8 @@ class ProximalSGD(LocalSGD):
             eta = group["lr"] * active
             v = self._direction(y, group["momentum"])
             if group["decay"]:
-                v = [a.add(p, alpha=group["decay"]) for a, p in zip(v, y, strict=True)]
+                pairs = zip(v, y, strict=True)
+                v = [a.add(p, alpha=factor(group["decay"], p)) for a, p in pairs]
             if group["strength"]:
                 lerp_(y, towards, eta * group["strength"])
             add_(y, v, -eta)
