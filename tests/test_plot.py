@@ -329,7 +329,7 @@ def test_csv(tmp_path):
         (["a_0.h5", "--target", "90"], "--target 90: must be a fraction"),
         (["a_0.h5", "--target", "nan"], "--target nan"),
         (["a_0.h5", "--target", "x"], "argument --target: invalid float value: 'x'"),
-        (["a_0.h5", "--algo", "FedAvg"], "unrecognized arguments: --algo"),
+        (["a_0.h5", "--algo", "FedAvg"], "--algo: unknown option"),
         (["a_0.h5", "--out", "a_0.h5/x.png"], "cannot write a_0.h5/x.png: "),
         (["a_0.h5", "--out", "folder.png"], "cannot write folder.png: Is a directory"),
         (["a_0.h5", "--csv", "folder.png"], "cannot write folder.png: Is a directory"),
