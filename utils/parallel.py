@@ -83,7 +83,6 @@ def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, st
     from utils.jobs import prepare, run_repetitions  # here, since jobs imports this module
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    job = prepare(config, *read_data(config.dataset, config.split))
     told = dict.fromkeys(config.repetitions, 0.0)
 
     def pause() -> None:
@@ -98,6 +97,7 @@ def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, st
             news.put(("show", repetition, round_number, text))
 
     try:
+        job = prepare(config, *read_data(config.dataset, config.split))
         for group in hand:
             news.put(("code", run_repetitions(job, group, show, pause)))
     except KeyboardInterrupt:
