@@ -113,6 +113,14 @@ BAD = [
     ("--replay {leaf}/none.h5", "none.h5: no such file"),
     ("--replay {leaf}/train/all.json", "all.json: damaged, or no result file"),
     ("--dataset Synthetic --split {leaf} --results_dir {leaf}/train/all.json", "--results_dir"),
+    ("--dataset Synthetic --split {leaf} --log_file {leaf}", "--log_file .*leaf: Is a directory"),
+    ("--replay {leaf}", "leaf: damaged, or no result file of main.py .not a file"),
+    ("--verify {leaf}", "leaf: damaged, or no result file of main.py .not a file"),
+    ("--dataset Synthetic --split {leaf}/train/all.json", "all.json: not a split file"),
+    ("--dataset Synthetic --split {leaf}/train", "0 files train/.*json, expected one"),
+    ("--dataset Mnist --split {leaf}", "samples of shape .4,., Mnist has"),
+    ("--lamda=", "--lamda '': not a number >= 0"),
+    ("--resume yes", "unrecognized arguments: yes"),
 ]
 
 
@@ -157,6 +165,10 @@ def test_bad_yaml(text, message, tmp_path, capsys):
     assert main.main(["--config", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
+
+
+def test_yaml_that_is_no_text(tmp_path, capsys):
+    path = tmp_path / "job.yaml"
     path.write_bytes(b"\xff\xfe\x00batch")
     assert main.main(["--config", str(path)]) == 2
     assert "not UTF-8" in capsys.readouterr().err

@@ -739,6 +739,11 @@ def test_a_checkpoint_with_wrong_contents_changes_nothing(leaf, monkeypatch, cap
         assert line.startswith("main.py: error: --resume: ") and str(path) in line, line
         assert line.endswith("is damaged or no checkpoint; delete it to start again"), line
         assert {p: p.read_bytes() for p in out.iterdir()} == before, case
+    path.unlink()
+    path.mkdir()
+    assert run_main(leaf, "--resume")[0] == 2
+    assert capsys.readouterr().err.endswith("delete it to start again\n")
+    path.rmdir()
     path.write_bytes(whole)
     assert run_main(leaf, "--resume")[0] == 0
 

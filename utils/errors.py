@@ -53,7 +53,8 @@ def guarded(program: str, work: Callable[[], int]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 141
     except (InputError, OSError) as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        line = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
+        print(f"{program}: error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
