@@ -39,7 +39,10 @@ def test_every_algorithm_runs_and_is_drawn(algorithm, leaf, capsys):
         start = f"Synthetic_mclr_{algorithm}{kind}_0.005_"
         ends = [n.rsplit("_", 1)[1] for n in names if n.startswith(start)]
         assert ends == ["0.h5", "1.h5", "avg.h5"]
-    assert "best on test" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "best on test" in said
+    trained = 5 if algorithm == "pFedMe" else 2
+    assert f"  per round: 2 selected, {trained} trained, " in said
     figure = leaf.parent / "figure.png"
     assert main_plot.main([str(out), "--out", str(figure)]) == 0
     assert figure.stat().st_size > 10_000
