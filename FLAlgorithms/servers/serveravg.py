@@ -6,6 +6,7 @@ Deep Networks from Decentralized Data. AISTATS 2017.
 Differences from the paper:
 1. `--local_epochs R` counts minibatch steps unless `--local_unit epochs`.
 2. `--momentum` (local) and `--server_learning_rate` are additions, off by default.
+3. Stragglers (`--stragglers`) are dropped, as the FedProx paper lets FedAvg do.
 Differences from the authors' code (the pFedMe project's FedAvg): none known under
 `--semantics authors`; by default its minibatches are shuffled, there they come in file order.
 """
@@ -22,6 +23,7 @@ class FedAvg(Server):
 
     user_class = UserAVG
     options = ("momentum", "server_learning_rate")
+    drops_stragglers = True
     step_options = ("learning_rate", "server_learning_rate")
 
     def round(self) -> None:
