@@ -297,6 +297,17 @@ def test_engines_agree(algorithm, unit):
     assert_repetitions_alone(algorithm, "dnn", lockstep, **options)
 
 
+def test_blocks_of_an_evaluation_do_not_know_the_last_rounds_stragglers():
+    """A run that goes on from a checkpoint does not know them either."""
+    options = MIXED | {"block_size": 2, "stragglers": 1.0, "num_global_iters": 2}
+    server, other = (federation("PerAvg", **options) for _ in range(2))
+    server.run_rounds(1)
+    assert server.reports.any()
+    other.restore(server.checkpoint())
+    blocks = [[u.ids.tolist() for u in s._blocks(s.everyone)] for s in (server, other)]
+    assert blocks[0] == blocks[1]
+
+
 @EVERY
 def test_evaluating_changes_nothing(algorithm):
     options = MIXED | {"num_global_iters": 3, "block_size": 3}

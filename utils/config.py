@@ -15,6 +15,7 @@ import yaml
 
 from FLAlgorithms.servers import ALGORITHMS
 from FLAlgorithms.trainmodel.models import MODELS
+from utils import collection
 from utils.errors import InputError, Parser
 from utils.model_utils import DATASETS, NORMALIZE
 
@@ -304,7 +305,11 @@ NOT_NUMBERS = frozenset(
 
 # Options that name a file and belong to no configuration: {name: (metavar, help)}.
 FILES = {
-    "config": ("FILE.yaml", "flat keys = option names; options on the command line win"),
+    "config": (
+        "FILE.yaml",
+        "flat keys = option names, or the collection's system: and client: keys; options on the "
+        "command line win",
+    ),
     "verify": (
         "FILE.h5",
         "run a recorded configuration anew, as it was started, and compare every array bitwise",
@@ -336,7 +341,10 @@ def parse_value(name: str, text: str, where: str) -> object:
 
 
 def read_yaml(path: str) -> dict[str, object]:
-    """A YAML file of flat keys = option names as Config values; raises InputError."""
+    """A YAML file of flat keys = option names as Config values; raises InputError.
+
+    The sections of the baseline collection's files are translated.
+    """
     try:
         # Scalars stay text, so that the options' own parsers are the only judges of values.
         node = yaml.compose(Path(path).read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)
@@ -350,8 +358,13 @@ def read_yaml(path: str) -> dict[str, object]:
         raise InputError(f"--config {path}: not valid YAML{line}") from None
     if not isinstance(node, yaml.MappingNode):
         raise InputError(f"--config {path}: must hold lines `option: value`")
-    values = {}
-    for name, value in node.value:
+    sections = [pair for pair in node.value if pair[0].value in [*collection.KEYS]]
+    translated = collection.translate(sections, f"--config {path}", say) if sections else {}
+    values = {
+        name: parse_value(name, text, f"--config {path}: {key}")
+        for name, (text, key) in translated.items()
+    }
+    for name, value in (pair for pair in node.value if pair not in sections):
         key = name.value if isinstance(name, yaml.ScalarNode) else "a list or mapping"
         if key not in FIELDS:
             near = difflib.get_close_matches(str(key), FIELDS, n=1)
