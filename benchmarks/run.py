@@ -140,7 +140,7 @@ def measure(bench: Bench, repeats: int, read: Callable) -> dict[str, float]:
     found["textbook"] = min(found["textbook, 1"], found["textbook, 2"])
     server = suites["suite"][0].server
     trained = server.everyone if bench.options["algorithm"] == "pFedMe" else server.selected
-    steps = int(server.planner.num_steps(trained).sum()) * bench.gradients
+    steps = int(server.planner.num_steps(trained, server.round_number).sum()) * bench.gradients
     found["user-steps"] = steps
     found["flops"] = steps * _flops_per_gradient(server, trained)
     return found
@@ -149,7 +149,7 @@ def measure(bench: Bench, repeats: int, read: Callable) -> dict[str, float]:
 def _flops_per_gradient(server: Server, users) -> float:
     """2 * multiply-adds of a forward pass and the weights' and hidden inputs' gradients."""
     sizes = server.data.sizes["train"][users]
-    passes = server.planner.num_steps(users)
+    passes = server.planner.num_steps(users, server.round_number)
     real = server.config.batch_size
     if server.config.local_unit == "epochs":
         real = sizes.sum() / passes.sum()

@@ -16,7 +16,7 @@ import main
 import main_plot
 from FLAlgorithms.servers import ALGORITHMS
 from tests.toys import federation, flat, run_main, watched
-from utils.config import FIELDS, NOT_NUMBERS, Config, notices
+from utils.config import FIELDS, NOT_NUMBERS, Config, notices, parse_command_line
 from utils.errors import InputError
 from utils.grid import read_grid
 
@@ -85,6 +85,11 @@ BAD = [
     ("--momentum 1", "--momentum '1': not a number >= 0 and <= 0.999999"),
     ("--hf_delta 0", "--hf_delta '0': not a number > 0"),
     ("--seed -1", "--seed '-1': not a whole number >= 0"),
+    ("--stragglers 1.5", "--stragglers '1.5': not a number >= 0 and <= 1"),
+    ("--user_dropout -1", "--user_dropout '-1': not a number >= 0 and <= 1"),
+    ("--local_epochs_range 5 2", "--local_epochs_range '5 2': not two whole numbers LO HI with 1"),
+    ("--local_epochs_range 0 2", "--local_epochs_range '0 2': not two whole numbers"),
+    ("--local_epochs_range 2", "--local_epochs_range: expected 2 arguments"),
     ("--scaffold_option 3", "--scaffold_option '3': not one of 1, 2"),
     ("--block_size some", "--block_size 'some': not auto or a whole number >= 0"),
     ("--gpu -2", "--gpu '-2': not a whole number >= -1"),
@@ -147,6 +152,9 @@ YAML = [
     ("batch_size: many", "batch_size 'many': not a whole number >= 1"),
     ("batch_size: [1, 2]", "batch_size needs a single value"),
     ("batch_size:", "batch_size needs a single value"),
+    ("local_epochs_range: [1, 2, 3]", "local_epochs_range '1 2 3': not two whole numbers"),
+    ("local_epochs_range: 2", "local_epochs_range '2': not two whole numbers"),
+    ("local_epochs_range: [1, [2]]", "local_epochs_range needs a single value"),
     ("- a\n- b", "must hold lines `option: value`"),
     ("a: b: c", "not valid YAML .line 1"),
     ("", "must hold lines"),
@@ -192,6 +200,18 @@ def test_yaml_fills_the_config_and_the_command_line_wins(tmp_path):
     assert set(run.given) == set(expected)
 
 
+@pytest.mark.parametrize("text", ["[2, 5]", "2 5", "[2,5]", "2, 5", "\n  - 2\n  - 5"])
+def test_a_range_is_two_values_or_a_list(text, tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(f"local_epochs_range: {text}")
+    expected = {"local_epochs_range": (2, 5)}
+    (run,) = read_grid(str(path), {}).runs
+    assert run.config.local_epochs_range == (2, 5)
+    assert parse_command_line(["--local_epochs_range", "2", "5"])[0] == expected
+    path.write_text("title: t\nruns: [{local_epochs_range: [2, 5]}]")
+    assert read_grid(str(path), {}).runs[0].config == run.config
+
+
 def test_help_groups_options_by_reader(capsys):
     with pytest.raises(SystemExit) as stop:
         main.main(["--help"])
@@ -216,6 +236,13 @@ def test_unread_options_are_named_in_one_notice():
     ]
     assert notices(Config(algorithm="Local"), ["numusers"]) == ["Local does not read --numusers"]
     assert notices(Config(algorithm="FedProx"), [])[0].startswith("--mu 0")
+    assert notices(Config(algorithm="FedProx", stragglers=0.2), []) == []
+    assert notices(Config(algorithm="FedAvg", stragglers=0.1), []) == [
+        "--stragglers 0.1 of --numusers 5: nobody"
+    ]
+    assert notices(Config(local_epochs_range=(2, 5)), ["local_epochs"]) == [
+        "--local_epochs has no effect with --local_epochs_range"
+    ]
     assert notices(Config(algorithm="PerAvg"), [])[0].startswith("--beta 1 is its step")
     assert notices(Config(algorithm="PerAvg", beta=0.1, hf_delta=0.5), []) == [
         "--hf_delta 0.5 has no effect without --hessian hf"
@@ -246,13 +273,9 @@ OTHER = {
     **{"inner_weight_decay": 0.5, "theta_start": "warm", "personal": None, "hessian": "exact"},
     **{"participation": "sampled", "hf_delta": None, "peravg_update": "two_step", "mu": 0.5},
     **{"adapt": None, "momentum": 0.5, "server_momentum": 0.5, "server_learning_rate": 0.5},
-    **{
-        "finetune_steps": None,
-        "scaffold_option": 1,
-        "eval_every": None,
-        "dtype": None,
-        "tf32": None,
-    },
+    **{"stragglers": 0.7, "local_epochs_range": (1, 2), "user_dropout": 0.5},
+    **{"finetune_steps": None, "scaffold_option": 1, "eval_every": None, "dtype": None},
+    **{"tf32": None},
 }
 
 

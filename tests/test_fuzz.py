@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.test_results import StopAfter
 from tests.toys import run_main
+from utils import collection
 from utils.config import FIELDS, FILES, Config, notices, parse_command_line
 from utils.errors import guarded
 from utils.grid import read_grid
@@ -117,7 +118,8 @@ def test_any_name_of_a_file(words):
 
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6))
-KEYS = st.sampled_from(sorted(FIELDS)) | st.text(max_size=6)
+SECTIONS = [*collection.KEYS, *(key for keys in collection.KEYS.values() for key in keys)]
+KEYS = st.sampled_from(sorted(FIELDS)) | st.sampled_from(SECTIONS) | st.text(max_size=6)
 TREES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),

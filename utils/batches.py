@@ -17,6 +17,7 @@ from torch import Tensor
 from utils.partition import PARTS
 
 STREAMS = {"users": 0, "batches": 1, "adapt": 2, "dropout": 3}
+STREAMS |= {"absent": 4, "stragglers": 5, "epochs": 6, "partial": 7}
 
 
 def generator(stream: str, *key: int) -> np.random.Generator:
@@ -119,7 +120,7 @@ def cut(
 
 
 class Planner:
-    """Draws every user's minibatches; keeps the cursors of cyclic batches, (runs, N) per part.
+    """Draws every user's work and minibatches; keeps cyclic ones' cursors, (runs, N) per part.
 
     `ids` has shape `block`: (), (C,), or (T, C) where row t belongs to the t-th of `repetitions`.
     """
@@ -129,20 +130,54 @@ class Planner:
         self.cyclic = config.batches == "cyclic"
         shape = (len(repetitions), data.num_users)
         self.cursors = {part: np.zeros(shape, dtype=np.int64) for part in PARTS}
+        self.slow = np.zeros(shape, dtype=bool)  # this round's stragglers
 
-    def num_steps(self, users: np.ndarray) -> np.ndarray:
-        """Local steps of a round: R, or R passes of ceil(n_i / B); none without train data."""
-        sizes = self.data.sizes["train"][users]
+    def turnout(self, selected: np.ndarray, round_number: int) -> np.ndarray:
+        """Draw a round's stragglers among the sampled users, and who of them reports: (runs, N)."""
+        config, reports = self.config, np.zeros_like(self.slow)
+        self.slow = np.zeros_like(self.slow)
+        rows = selected.reshape(len(self.repetitions), -1)
+        for run, (repetition, users) in enumerate(zip(self.repetitions, rows, strict=True)):
+            key = (config.seed, repetition, round_number)
+            count = round(config.stragglers * len(users))
+            late = generator("stragglers", *key).choice(users, count, replace=False)
+            self.slow[run, late] = True
+            there = generator("absent", *key).random(self.data.num_users) >= config.user_dropout
+            reports[run, users] = there[users]
+        return reports
+
+    def epochs(self, ids: np.ndarray, round_number: int) -> np.ndarray | int:
+        """Local work of a round: R, or drawn for each user; a straggler does 1 to all of it.
+
+        A round's draws are for all N users, so that they do not depend on who trains.
+        """
+        config = self.config
+        if config.local_epochs_range is None and not self.slow.any():
+            return config.local_epochs
+        low, high = config.local_epochs_range or (config.local_epochs, config.local_epochs)
+        rows = []
+        for late, repetition in zip(self.slow, self.repetitions, strict=True):
+            key = (config.seed, repetition, round_number)
+            whole = generator("epochs", *key).integers(low, high, len(late), endpoint=True)
+            part = generator("partial", *key).integers(1, whole, endpoint=True)
+            rows.append(np.where(late, part, whole))
+        return np.take_along_axis(np.stack(rows), ids, -1) if ids.ndim == 2 else rows[0][ids]
+
+    def num_steps(self, ids: np.ndarray, round_number: int) -> np.ndarray:
+        """Local steps of a round, shaped like `ids`; none without train data.
+
+        A user's epochs, or as many passes of ceil(n_i / B) each.
+        """
+        sizes = self.data.sizes["train"][ids]
         passes = self.config.local_unit == "epochs"
         batches = -(-sizes // self.config.batch_size) if passes else np.minimum(sizes, 1)
-        return self.config.local_epochs * batches
+        return self.epochs(ids, round_number) * batches
 
     def local(self, ids: np.ndarray, round_number: int, draws: int) -> Plan:
         """The local steps of a block's users; moves their cursors."""
-        plans = []
-        for run, user in cells(ids):
-            count = int(self.num_steps(user)) * draws
-            at = self._draw("batches", run, user, round_number, "train", count)
+        plans, steps = [], np.ravel(self.num_steps(ids, round_number)).tolist()
+        for (run, user), count in zip(cells(ids), steps, strict=True):
+            at = self._draw("batches", run, user, round_number, "train", count * draws)
             plans.append(at.reshape(-1, draws, at.shape[-1]))
         return self._assemble(plans, ids.shape)
 

@@ -115,6 +115,21 @@ class _Auto(_Number):
         return text if text == "auto" else super().__call__(text)
 
 
+class _Range(_Number):
+    """Two whole numbers LO HI, both >= 1: `2 5` or `[2, 5]`."""
+
+    def __init__(self) -> None:
+        super().__init__(int, 1, 10**7)
+        self.says = f"two whole numbers LO HI with 1 <= LO <= HI <= {self.high}"
+
+    def __call__(self, text: str) -> tuple[int, int]:
+        plain = text.removeprefix("[").removesuffix("]").replace(",", " ")
+        low, high = map(super().__call__, plain.split())
+        if low > high:
+            raise ValueError(text)
+        return low, high
+
+
 def _option(default: object, parse: Callable[[str], object], text: str):
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text})
 
@@ -145,6 +160,15 @@ class Config:
         "steps",
         _Choice(("steps", "epochs")),
         "what --local_epochs counts: minibatch steps or passes",
+    )
+    local_epochs_range: tuple[int, int] | None = _option(
+        None, _Range(), "draw each user's --local_epochs of a round from LO to HI, both included"
+    )
+    stragglers: float = _option(
+        0.0, _Number(float, 0, 1), "share of the sampled users that do 1 to all of their local work"
+    )
+    user_dropout: float = _option(
+        0.0, _Number(float, 0, 1), "probability that a sampled user does not report"
     )
     numusers: int = _option(5, _COUNT, "users sampled per round")
     times: int = _option(1, _Number(int, 1, 10**6), "repetitions")
@@ -285,8 +309,9 @@ NOT_NUMBERS = frozenset(
 FILES = {
     "config": (
         "FILE.yaml",
-        "one run (keys = option names) or many (defaults, runs; lists are swept); options on the "
-        "command line win; of many runs, what is missing is run",
+        "one run (keys = option names, or the collection's system: and client: keys) or many "
+        "(defaults, runs; lists are swept); options on the command line win; of many runs, what is "
+        "missing is run",
     ),
     "verify": (
         "FILE.h5",
@@ -355,9 +380,19 @@ def yaml_items(node: yaml.Node, known: Iterable[str], where: str) -> dict[str, y
 
 def yaml_option(key: str, node: yaml.Node, where: str) -> object:
     """An option's value in a YAML file; raises InputError."""
-    if not isinstance(node, yaml.ScalarNode) or node.value in ("", "null", "~"):
+    parts = node.value if is_pair(key, node) else [node]
+    scalars = all(isinstance(part, yaml.ScalarNode) for part in parts)
+    if not scalars or any(part.value in ("", "null", "~") for part in parts):
         raise InputError(f"{where}: {key} needs a single value")
-    return parse_value(key, node.value, f"{where}: {key}")
+    return parse_value(key, " ".join(part.value for part in parts), f"{where}: {key}")
+
+
+def is_pair(key: str, node: yaml.Node) -> bool:
+    """Whether a list is one value, of an option that takes two numbers."""
+    if not isinstance(FIELDS[key].metadata["parse"], _Range):
+        return False
+    listed = isinstance(node, yaml.SequenceNode)
+    return listed and all(isinstance(part, yaml.ScalarNode) for part in node.value)
 
 
 def build_parser() -> Parser:
@@ -380,6 +415,9 @@ def build_parser() -> Parser:
         if isinstance(parse, _Flag):
             group.add_argument(f"--{name}", action="store_const", const="true", help=text)
             continue
+        if isinstance(parse, _Range):
+            group.add_argument(f"--{name}", nargs=2, metavar=("LO", "HI"), help=text)
+            continue
         default = "by semantics" if name in SWITCHES else field.default
         shown = "" if default is None else f" (default: {default})"
         choices = "{" + ",".join(parse.names) + "}" if isinstance(parse, _Choice) else None
@@ -398,7 +436,10 @@ def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], dict[str
     for name, path in files.items():
         if path == "":
             raise InputError(f"--{name}: the file name is empty")
-    values = {name: parse_value(name, text, f"--{name}") for name, text in given.items()}
+    values = {}
+    for name, text in given.items():
+        text = text if isinstance(text, str) else " ".join(text)
+        values[name] = parse_value(name, text, f"--{name}")
     return values, {name: path for name, path in files.items() if path is not None}
 
 
@@ -416,6 +457,10 @@ def notices(config: Config, given: Iterable[str]) -> list[str]:
     """What the user should know before the first round, a line each."""
     unread = [f"--{name}" for name in given if name not in config.options()]
     found = [f"{config.algorithm} does not read {', '.join(unread)}"] if unread else []
+    if config.local_epochs_range and "local_epochs" in given:
+        found.append("--local_epochs has no effect with --local_epochs_range")
+    if config.stragglers and not round(config.stragglers * config.numusers):
+        found.append(f"--stragglers {config.stragglers:g} of --numusers {config.numusers}: nobody")
     return found + config.server_class.warnings(config.resolved())
 
 

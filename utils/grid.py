@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from utils.config import FIELDS, Config, read_yaml, yaml_items, yaml_option
+from utils import collection
+from utils.config import (
+    FIELDS,
+    Config,
+    is_pair,
+    parse_value,
+    read_yaml,
+    say,
+    yaml_items,
+    yaml_option,
+)
 from utils.errors import InputError
 
 
@@ -51,7 +61,7 @@ def read_grid(path: str | None, over: Mapping[str, object]) -> Grid:
     where = f"--config {path}"
     node = read_yaml(path)
     if "runs" not in (key.value for key, _ in node.value):
-        return Grid("", (_run(_options(node, where) | over),))
+        return Grid("", (_run(_single(node, where) | over),))
     top = yaml_items(node, ("title", "defaults", "runs"), where)
     title = top.get("title")
     if not isinstance(title, yaml.ScalarNode) or not title.value.strip():
@@ -70,6 +80,16 @@ def _run(values: Mapping[str, object]) -> Run:
     return Run(Config(**values), tuple(values))
 
 
+def _single(node: yaml.MappingNode, where: str) -> dict[str, object]:
+    """Flat keys; the sections of the baseline collection's files are translated."""
+    sections = [pair for pair in node.value if pair[0].value in [*collection.KEYS]]
+    rest = [pair for pair in node.value if pair not in sections]
+    translated = collection.translate(sections, where, say) if sections else {}
+    return {
+        name: parse_value(name, text, f"{where}: {key}") for name, (text, key) in translated.items()
+    } | _options(yaml.MappingNode(node.tag, rest), where)
+
+
 def _options(node: yaml.Node, where: str) -> dict[str, object]:
     items = yaml_items(node, FIELDS, where)
     return {key: yaml_option(key, value, where) for key, value in items.items()}
@@ -81,7 +101,8 @@ def _swept(node: yaml.Node, where: str, defaults: dict, over: Mapping[str, objec
     published = _published(known, f"{where}: published") if known is not None else {}
     choices = {}
     for key, value in items.items():
-        several = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        swept = isinstance(value, yaml.SequenceNode) and not is_pair(key, value)
+        several = value.value if swept else [value]
         if not several:
             raise InputError(f"{where}: {key} has an empty list")
         choices[key] = [yaml_option(key, one, where) for one in several]

@@ -494,10 +494,11 @@ def totals(path: Path) -> str:
     """What a finished repetition did, per round and in all, in a line."""
     with open_h5(path) as file:
         work = json.loads(file.attrs["work"])
+        # Files from before users could fail to report do not count reports.
+        work.setdefault("reported", work["selected"])
         rounds = max(len(file["selected_users"]), 1)
-        counts = [
-            f"{work[k] / rounds:,.0f} {k}" for k in ("selected", "trained", "samples", "gradients")
-        ]
+        names = ("selected", "trained", "reported", "samples", "gradients")
+        counts = [f"{work[k] / rounds:,.1f}".removesuffix(".0") + f" {k}" for k in names]
         sent = [f"{work[k] / rounds / 1e6:,.2f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
         whole = [f"{work[k] / 1e6:,.1f} MB {k[6:]}" for k in ("bytes_down", "bytes_up")]
         return (

@@ -7,6 +7,7 @@ Differences from the paper:
 1. `--local_epochs R` counts minibatch steps unless `--local_unit epochs`.
 2. `--momentum` (local), `--server_learning_rate` and `--finetune_steps` (evaluate the global model
    after so many local steps of every user, too) are additions, off by default.
+3. Stragglers (`--stragglers`) are dropped, as the FedProx paper lets FedAvg do.
 Differences from the authors' code (the pFedMe project's FedAvg): none known under
 `--semantics authors`; by default its minibatches are shuffled, there they come in file order.
 """
@@ -24,6 +25,7 @@ class FedAvg(Server):
     user_class = UserAVG
     options = ("momentum", "server_learning_rate", "finetune_steps", "save_models")
     personal_at = "start"
+    drops_stragglers = True
     step_options = ("learning_rate", "server_learning_rate")
 
     @classmethod

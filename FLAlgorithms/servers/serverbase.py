@@ -20,7 +20,7 @@ from FLAlgorithms.trainmodel.models import Classifier
 from FLAlgorithms.trainmodel.stacked import count_parameters, stacked
 from FLAlgorithms.users.userbase import User
 from utils.batches import FederatedData, Planner, cells, generator
-from utils.params import Params, WeightedMean, assign_, clone, zeros_like
+from utils.params import Params, WeightedMean, assign_, clone, per_user, zeros_like
 
 if TYPE_CHECKING:
     from utils.config import Config
@@ -35,8 +35,9 @@ BLOCK_PARAMETERS = 2_000_000
 # Synthetic mclr, 5 us for each one more.
 STEP_OVERHEAD = 15_000
 # What is counted per repetition: users selected, users trained, samples drawn, gradients taken (per
-# user and minibatch), bytes that a real federation would have sent to and from the users.
-WORK = ("selected", "trained", "samples", "gradients", "bytes_down", "bytes_up")
+# user and minibatch), bytes that a real federation would have sent to and from the users, and the
+# selected users whose reports arrived.
+WORK = ("selected", "trained", "samples", "gradients", "bytes_down", "bytes_up", "reported")
 # With unequal work the shapes of blocks change from round to round; so many are kept.
 KEPT_BLOCKS = 8
 
@@ -55,7 +56,7 @@ class Observer(Protocol):
         """The personalised models that belong to this round (0, 1, ...), by name."""
 
     def round_done(self, round_number: int, selected: np.ndarray) -> None:
-        """A round has ended; `selected`: who was aggregated."""
+        """A round has ended; `selected`: who was sampled."""
 
 
 class Server:
@@ -68,6 +69,7 @@ class Server:
     that it does not read. `overrides`: its own
     defaults of the semantics' switches. `personal_at`: when personalised models are evaluated,
     "start" (adapted from w_t before training) or "trained" (as they come out of local training).
+    `drops_stragglers`: who could not do all its work does not report; else partial work counts.
     `step_options`: what to look at when a run diverges, the likeliest first. `state`: attributes of
     the server, lists of global tensors, that survive rounds.
     """
@@ -77,6 +79,7 @@ class Server:
     unread: ClassVar[tuple[str, ...]] = ()
     overrides: ClassVar[dict[str, dict[str, object]]] = {}
     personal_at: str = ""
+    drops_stragglers: ClassVar[bool] = False
     step_options: ClassVar[tuple[str, ...]] = ("learning_rate",)
     state: ClassVar[tuple[str, ...]] = ()
 
@@ -147,23 +150,31 @@ class Server:
 
     def sample(self) -> np.ndarray:
         """This round's users: `numusers` of those with train data, uniformly, sorted."""
+        self.selected = self._sampled()
+        reports = self.planner.turnout(self.selected, self.round_number)
+        if self.drops_stragglers:
+            reports &= ~self.planner.slow
+        self.reports = reports.reshape(self.everyone.shape)
+        silent = ~self.reports.any(-1)
+        self._stay = (silent, clone(self._global_state())) if silent.any() else None
+        return self.selected
+
+    def _sampled(self) -> np.ndarray:
         if self.scripted is not None:
             chosen = np.asarray(self.scripted[self.round_number])
-            self.selected = np.sort(chosen[chosen >= 0])
-            return self.selected
+            return np.sort(chosen[chosen >= 0])
         able = np.flatnonzero(self.data.sizes["train"])
         size = min(self.config.numusers, len(able))
         drawn = []
         for repetition in self.repetitions:
             rng = generator("users", self.config.seed, repetition, self.round_number)
             drawn.append(np.sort(rng.choice(able, size, replace=False)))
-        self.selected = np.stack(drawn).reshape(*self.lead, size)
-        return self.selected
+        return np.stack(drawn).reshape(*self.lead, size)
 
     def trained(self, ids: Sequence, **payload: Params) -> Iterator[SimpleNamespace]:
         """Train the users `ids` from the global model and yield what they upload, block by block.
 
-        Each report has `ids`, `weight` (shape `block`; 0 outside this round's sample) and the
+        Each report has `ids`, `weight` (shape `block`; 0 for who does not report) and the
         attributes that the User class names in `uploads`; it is good until the next one, whose
         users reuse the tensors. `payload`, global parameters, goes to `train()`.
         """
@@ -174,9 +185,8 @@ class Server:
         for user in self._blocks(ids):
             user.train(**{name: self._spread(params) for name, params in payload.items()})
             self._check_finite(user)
-            for name, bank in self.bank.items():
-                for rows, value in zip(bank, getattr(user, name), strict=True):
-                    rows[self._rows(user)] = value.detach().to(rows.device)
+            for name in self.bank:
+                self._store(user, name)
             self._look_at(user, tally, after)
             weight = self._weight(user)
             if self.buffers and weight.sum() > 0:
@@ -219,6 +229,11 @@ class Server:
                     self._look_at(user, tally, keep=False)
                 self._hand_over(tally)
             self.round()
+            if self._stay:  # not even the server's momentum moves a round without reports
+                silent, before = self._stay
+                active = torch.as_tensor(silent, device=self.params[0].device)
+                assign_(self._global_state(), before, active)
+            self.planner.slow.fill(False)
             kept = [torch.isfinite(p).flatten(len(self.lead)).all(-1) for p in self.params]
             for run in np.flatnonzero(~torch.stack(kept).all(0).reshape(-1).cpu().numpy()):
                 self._diverged(int(run), "the global model is no longer finite")
@@ -244,7 +259,9 @@ class Server:
     def restore(self, checkpoint: dict[str, object], run: int = 0) -> None:
         """Go on where `checkpoint` was taken, at the end of a round."""
         self.round_number = checkpoint["round"]
-        self.work[run] = checkpoint["work"].numpy()
+        # Checkpoints from before users could fail to report do not count reports.
+        done = checkpoint["work"].numpy()
+        self.work[run] = np.append(done, done[0])[: len(WORK)]
         for part, cursors in checkpoint["cursors"].items():
             self.planner.cursors[part][run] = cursors.numpy()
         for mine, saved in zip(self._stateful(run), checkpoint["tensors"], strict=True):
@@ -252,10 +269,12 @@ class Server:
 
     def _stateful(self, run: int) -> list[Tensor]:
         """Views of a repetition's parameters, buffers, users' and server's state."""
-        state = [p for name in self.state for p in getattr(self, name)]
-        state += [p for bank in self.bank.values() for p in bank]
-        rows = [p[run] for p in [*self.params, *state]] if self.lead else [*self.params, *state]
-        return [*rows, *self.buffers]
+        state = [*self._global_state(), *(p for bank in self.bank.values() for p in bank)]
+        return [*([p[run] for p in state] if self.lead else state), *self.buffers]
+
+    def _global_state(self) -> list[Tensor]:
+        """The parameters and the server's own state, (*lead, *shape)."""
+        return [*self.params, *(p for name in self.state for p in getattr(self, name))]
 
     def state_dict(self, run: int = 0) -> dict[str, Tensor]:
         """The global model of a repetition: parameters and buffers by name."""
@@ -286,7 +305,7 @@ class Server:
 
     def _blocks(self, ids: np.ndarray) -> Iterator[User]:
         """User objects that have received the global model; users of like work share a block."""
-        steps = self.planner.num_steps(ids)
+        steps = self.planner.num_steps(ids, self.round_number)
         by_work = np.lexsort((ids, steps), axis=-1)
         ids = np.take_along_axis(ids, by_work, axis=-1)
         longest = np.sort(steps, axis=-1).reshape(len(self.repetitions), -1).max(0)
@@ -310,6 +329,16 @@ class Server:
             self._users[block] = self.user_class(model, block, self.config, self.planner)
         return self._users[block]
 
+    def _store(self, user: User, name: str) -> None:
+        """Put the block's persistent state back into the users' rows."""
+        at, heard = self._rows(user), self._reported(user)
+        for rows, value in zip(self.bank[name], getattr(user, name), strict=True):
+            value = value.detach().to(rows.device)
+            if name in user.acknowledged and not heard.all():
+                arrived = per_user(torch.as_tensor(heard, device=rows.device), value)
+                value = torch.where(arrived, value, rows[at])
+            rows[at] = value
+
     def _rows(self, user: User) -> object:
         """Where the block's users are in a (*lead, N, ...) tensor."""
         if not self.lead:
@@ -330,11 +359,9 @@ class Server:
         return user.numbers(self._weights(user.ids) * self._reported(user))
 
     def _reported(self, user: User) -> np.ndarray:
-        """Which of the block's users are in this round's sample, shape `block`."""
-        chosen = np.zeros(self.everyone.shape, dtype=bool)
-        np.put_along_axis(chosen, self.selected, True, axis=-1)
+        """Which of the block's users are sampled and report this round, shape `block`."""
         ids = user.ids.reshape(*self.lead, -1)
-        return np.take_along_axis(chosen, ids, axis=-1).reshape(user.block)
+        return np.take_along_axis(self.reports, ids, axis=-1).reshape(user.block)
 
     def _count(self, user: User, payload: dict[str, Params], uploads: dict[str, object]) -> None:
         """Add a block's work to the totals; what a real federation would have sent included."""
@@ -357,6 +384,7 @@ class Server:
                 np.rint(steps * calls).astype(np.int64),
                 np.full_like(steps, users * down),
                 reported * up,
+                reported,
             ],
             axis=-1,
         )

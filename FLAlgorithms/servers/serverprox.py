@@ -21,8 +21,10 @@ class FedProx(FedAvg):
 
     user_class = UserProx
     options = (*FedAvg.options, "mu")
+    drops_stragglers = False
     step_options = (*FedAvg.step_options, "mu")
 
     @classmethod
     def warnings(cls, config) -> list[str]:
-        return [] if config.mu else ["--mu 0: FedProx without its proximal term is FedAvg"]
+        alike = not (config.mu or config.stragglers)
+        return ["--mu 0: FedProx without its proximal term is FedAvg"] if alike else []

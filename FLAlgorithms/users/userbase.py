@@ -28,10 +28,12 @@ class User:
     """A block of users; an algorithm adds `train()` and names what it keeps and sends.
 
     `state`: what survives rounds, {attribute: initial value}, "zeros" or "model".
+    `acknowledged`: those of them that change only where the server got the report.
     `uploads`: the attributes the server may read. `personal`: names of its personalised models.
     """
 
     state: ClassVar[dict[str, str]] = {}
+    acknowledged: ClassVar[tuple[str, ...]] = ()
     uploads: ClassVar[tuple[str, ...]] = ("params",)
     personal: ClassVar[tuple[str, ...]] = ()
     draws = 1

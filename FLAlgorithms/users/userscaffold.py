@@ -11,6 +11,7 @@ class UserSCAFFOLD(User):
     """Local SGD with the drift removed: g - c_i + c."""
 
     state = {"c_i": "zeros"}
+    acknowledged = ("c_i",)  # else c would no longer be their mean
     uploads = ("params", "delta_c")
 
     def train(self, c: Params) -> None:

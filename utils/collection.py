@@ -1,0 +1,102 @@
+"""The YAML files of the FedAvg / FedNova / FedProx / SCAFFOLD collection, as our options.
+
+There all clients take part in every round, local work is counted in passes over a client's data,
+the official train part is dealt to the clients class by class with nothing held out, one seed fixes
+that and everything else, and the official test part judges the global model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+
+import yaml
+
+from FLAlgorithms.trainmodel import models
+from utils.errors import InputError
+from utils.model_utils import DATASETS
+
+
+def _same(text: str, given: dict[str, str]) -> str:
+    return text
+
+
+def _dataset(text: str, given: dict[str, str]) -> str:
+    names = {name.lower(): name for name in DATASETS}
+    return names.get(text.lower().replace("-", ""), text)
+
+
+def _model(text: str, given: dict[str, str]) -> str:
+    return getattr(models, "ALIASES", {}).get(text, text)
+
+
+def _partition(text: str, given: dict[str, str]) -> str:
+    if text != "-1" and not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError("-1 (all classes, iid) or a whole number >= 1")
+    scheme, labels = ("iid", "") if text == "-1" else ("round_robin", f",labels_per_user={text}")
+    return f"{scheme}:users={given['num_client']}{labels},seed={given['i_seed']},pool=train,test=0"
+
+
+# {section: {key: (our option, its text from this key's text and all of them)}}
+KEYS: dict[str, dict[str, tuple[str, Callable[[str, dict[str, str]], str]]]] = {
+    "system": {
+        "num_client": ("numusers", _same),
+        "i_seed": ("seed", _same),
+        "num_local_class": ("partition", _partition),
+        "dataset": ("dataset", _dataset),
+        "model": ("model", _model),
+        "num_round": ("num_global_iters", _same),
+        "res_root": ("results_dir", _same),
+    },
+    "client": {
+        "fed_algo": ("algorithm", _same),
+        "lr": ("learning_rate", _same),
+        "batch_size": ("batch_size", _same),
+        "num_local_epoch": ("local_epochs", _same),
+        "momentum": ("momentum", _same),
+    },
+}
+OPTIONAL = ("res_root", "momentum")
+ALWAYS = {"local_unit": "epochs", "test_set": "global"}
+# No loader is there to be fed by processes.
+WITHOUT_EFFECT = {"system": (), "client": ("num_worker",)}
+
+
+def translate(
+    sections: Sequence[tuple[yaml.Node, yaml.Node]], where: str, tell: Callable[[str], None]
+) -> dict[str, tuple[str, str]]:
+    """{our option: (its text, the key it comes from)} of the sections of a file, by their nodes.
+
+    Raises InputError, starting with `where`, for what is unknown, missing or there twice; `tell`
+    gets a notice of what has no effect.
+    """
+    given: dict[str, str] = {}
+    for name, section in sections:
+        if not isinstance(section, yaml.MappingNode):
+            raise InputError(f"{where}: {name.value} must hold lines `key: value`")
+        allowed = [*KEYS[name.value], *WITHOUT_EFFECT[name.value]]
+        for node, value in section.value:
+            key = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+            if key not in allowed:
+                near = difflib.get_close_matches(key, allowed, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
+                raise InputError(f"{where}: unknown key {key!r} in {name.value}; {hint}")
+            if key in given:
+                raise InputError(f"{where}: {key} is given twice")
+            if not isinstance(value, yaml.ScalarNode) or value.value in ("", "null", "~"):
+                raise InputError(f"{where}: {key} needs a single value")
+            given[key] = value.value
+    found = {option: (text, option) for option, text in ALWAYS.items()}
+    for section, keys in KEYS.items():
+        for key, (option, convert) in keys.items():
+            if key in given:
+                try:
+                    found[option] = (convert(given[key], given), key)
+                except ValueError as error:
+                    raise InputError(f"{where}: {key} {given[key]!r}: not {error}") from None
+            elif key not in OPTIONAL:
+                raise InputError(f"{where}: {section} lacks {key}")
+        for key in WITHOUT_EFFECT[section]:
+            if key in given:
+                tell(f"notice: {where}: {key} has no effect; there is no loader to feed")
+    return found
