@@ -223,6 +223,7 @@ OTHER = {
     **{"participation": "sampled", "hf_delta": None, "peravg_update": "two_step", "mu": 0.5},
     **{"adapt": None, "momentum": 0.5, "server_momentum": 0.5, "server_learning_rate": 0.5},
     **{"scaffold_option": 1, "eval_every": None, "dtype": None, "tf32": None},
+    **{"norm": None, "pretrained": None, "bn": None},
 }
 
 

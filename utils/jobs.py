@@ -12,7 +12,10 @@ import numpy as np
 import torch
 
 from FLAlgorithms.servers.serverbase import Diverged, Server
-from FLAlgorithms.trainmodel.models import Classifier, build_model
+from FLAlgorithms.trainmodel.classifier import Classifier, batch_norms, stackable
+from FLAlgorithms.trainmodel.custom import is_custom, label, pinned
+from FLAlgorithms.trainmodel.models import build_model, usual_norm
+from FLAlgorithms.trainmodel.probe import check_custom, check_stacking, takes_single_samples
 from utils.batches import PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
@@ -45,12 +48,8 @@ class Job:
 
     def model(self, repetition: int) -> Classifier:
         """The repetition's initial model."""
-        model = build_model(
-            self.config.model,
-            self.shape,
-            self.classes,
-            self.config.initial_seed(repetition),
-        )
+        seed = self.config.initial_seed(repetition)
+        model = _model(self.config, self.shape, self.classes, seed)
         return model.to(self.data.x.device, self.data.x.dtype)
 
     def server(self, repetition: int | list[int], **extra: object) -> Server:
@@ -67,15 +66,15 @@ class Job:
     @property
     def lockstep(self) -> bool:
         """Whether the repetitions train side by side in one block."""
-        several = len(self.config.repetitions) > 1 and not list(self.model(0).buffers())
-        on_gpu = self.data.x.device.type == "cuda"
+        several = len(self.config.repetitions) > 1 and stackable(self.model(0))
+        on_gpu = self.data.x.device.type == "cuda" and not is_custom(self.config.model)
         return several and {"yes": True, "no": False, "auto": on_gpu}[self.config.lockstep]
 
     def label(self, repetitions: list[int]) -> str:
         """How progress and messages call some repetitions."""
         c = self.config
         which = "-".join(str(r) for r in dict.fromkeys((repetitions[0], repetitions[-1])))
-        return f"{c.algorithm} {c.dataset} {c.model} [{which}]"
+        return f"{c.algorithm} {c.dataset} {label(c.model)} [{which}]"
 
     def recorder(self, repetition: int, progress: Watch | None) -> Recorder:
         """A recorder that writes where the configuration says."""
@@ -102,11 +101,42 @@ def prepare(config: Config, source: Source, split: Split) -> Job:
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
-    flat = build_model(config.model, source.shape, source.classes, config.seed).flat
-    data = federate(source, split, features(source, split, normalize), flat)
+    norm = None if config.norm == usual_norm(config.model) else config.norm
+    config = dataclasses.replace(config, model=pinned(config.model), norm=norm)
+    model = _model(config, source.shape, source.classes, config.seed)
+    _check_model(model, config, source, split)
+    data = federate(source, split, features(source, split, normalize), model.flat)
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
     return Job(config, source.shape, source.classes, split, data, normalize)
+
+
+def _model(config: Config, shape: tuple[int, ...], classes: int, seed: int) -> Classifier:
+    extra = {"norm": config.norm, "pretrained": config.pretrained}
+    return build_model(config.model, shape, classes, seed, **extra)
+
+
+def _check_model(model: Classifier, config: Config, source: Source, split: Split) -> None:
+    """Refuse what would fail in the first round; the model is spent afterwards."""
+    name, shape = config.model, (source.x[0].size,) if model.flat else source.shape
+    model.to(getattr(torch, config.dtype))
+    if is_custom(name):
+        check_custom(model, name, shape, source.classes)
+        if stackable(model) and (config.block_size not in (0, "auto") or config.lockstep == "yes"):
+            check_stacking(model, name, shape)
+    if not batch_norms(model):
+        if config.bn == "local":
+            raise InputError(f"--bn local: {label(name)} has no BatchNorm layers")
+        return
+    trains_on_test = config.adapt != "train" and "adapt" in config.options()
+    parts = (split.train, split.test) if trains_on_test else (split.train,)
+    single = [u for part in parts for u, r in zip(split.users, part, strict=True) if len(r) == 1]
+    if (single or config.batch_size == 1) and not takes_single_samples(model, shape):
+        what = f"--split {config.split}: user {single[0]} has" if single else "--batch_size 1:"
+        raise InputError(
+            f"{what} one sample, and BatchNorm in {label(name)} has no variance over it; "
+            "use --norm group or another model"
+        )
 
 
 def federate(source: Source, split: Split, x: np.ndarray, flat: bool = False) -> FederatedData:

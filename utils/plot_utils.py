@@ -160,8 +160,10 @@ def _described(attrs: h5py.AttributeManager) -> dict:
     config = json.loads(attrs["config"])
     if not all(isinstance(config[key], str) for key in ("dataset", "model", "algorithm")):
         raise TypeError(config)
+    # FILE.py:Class@HASH goes by its class; trainmodel.custom.label would bring torch along.
+    model = config["model"].rpartition(":")[2].partition("@")[0]
     return {
-        "config": config,
+        "config": config | {"model": model},
         "options": tuple(json.loads(attrs["options"])),
         **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition", "status")},
     }

@@ -21,7 +21,7 @@ class FedAvg(Server):
     """Average the sampled users' models, weighted by their samples."""
 
     user_class = UserAVG
-    options = ("momentum", "server_learning_rate")
+    options = ("momentum", "server_learning_rate", "bn")
     step_options = ("learning_rate", "server_learning_rate")
 
     def round(self) -> None:
