@@ -339,6 +339,22 @@ def test_faults_of_a_file_are_told_in_one_line(kind, text, message, leaf, capsys
     assert not list(out.glob("*")) if out.exists() else True
 
 
+def test_a_model_that_fails_later_keeps_what_was_measured(leaf, capsys):
+    """Evaluated once, it raises in training."""
+    text = NET.replace(
+        "return", "assert not self.training or len(x) < 4, 'too long'\n        return"
+    )
+    code, out = run_main(leaf, "--algorithm", "FedAvg", "--model", custom(leaf, text))
+    assert code == 2
+    assert capsys.readouterr().err.endswith(
+        "main.py: error: --model Net: AssertionError in its forward pass: too long\n"
+    )
+    (path,) = out.glob("*_Net_*_0.h5")
+    with h5py.File(path) as file:
+        assert file.attrs["status"] == "interrupted"
+        assert len(file["rs_glob_acc"]) == 1
+
+
 def test_a_missing_file_and_a_model_that_does_not_stack(leaf, capsys):
     assert run_main(leaf, "--algorithm", "FedAvg", "--model", "nosuch.py:Net")[0] == 2
     assert "--model nosuch.py: No such file" in capsys.readouterr().err
@@ -346,4 +362,4 @@ def test_a_missing_file_and_a_model_that_does_not_stack(leaf, capsys):
     assert run_main(leaf, "--algorithm", "FedAvg", "--model", name)[0] == 0
     capsys.readouterr()
     assert run_main(leaf, "--algorithm", "FedAvg", "--model", name, "--block_size", "2")[0] == 2
-    assert "beside other users" in capsys.readouterr().err
+    assert "Net: its copies do not run side by side, use --block_size 0" in capsys.readouterr().err

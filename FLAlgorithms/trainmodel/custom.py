@@ -22,6 +22,14 @@ from FLAlgorithms.trainmodel.classifier import Classifier, with_loss
 from utils.errors import InputError
 
 
+class _Told:
+    """Mixed into a custom model: an exception in its forward pass is told in one line."""
+
+    def __call__(self, *arguments: object) -> object:
+        with told(type(self).__name__, "in its forward pass"):
+            return super().__call__(*arguments)
+
+
 def is_custom(name: str) -> bool:
     """Whether a model's name has the form FILE.py:Class or FILE.py:Class@HASH."""
     path, _, rest = name.rpartition(":")
@@ -64,7 +72,7 @@ def load_class(name: str) -> type[Classifier]:
         inspect.signature(kind).bind((1, 1, 1), 2)
     except (TypeError, ValueError):
         raise InputError(f"--model {path}: {wanted} must take (shape, classes)") from None
-    return with_loss(kind)
+    return type(kind.__name__, (_Told, with_loss(kind)), {})
 
 
 @contextmanager
@@ -75,9 +83,8 @@ def told(name: str, where: str) -> Iterator[None]:
     except InputError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(
-            f"--model {label(name)}: {type(error).__name__} {where}: {error}"
-        ) from error
+        what = f"{type(error).__name__} {where}: {error}"
+        raise InputError(f"--model {label(name)}: {what}") from error
 
 
 def build(name: str, *arguments: object, **options: object) -> Classifier:

@@ -25,7 +25,7 @@ def check_custom(model: Classifier, name: str, shape: Sequence[int], classes: in
     for layer in model.modules():
         if isinstance(layer, Dropout):
             layer.mask = layer.draw(2, 2, rng, like)
-    with told(name, "in its forward pass"), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         model.eval()(x)
         logits = model.train()(x)
@@ -50,8 +50,13 @@ def check_custom(model: Classifier, name: str, shape: Sequence[int], classes: in
 def check_stacking(model: Classifier, name: str, shape: Sequence[int]) -> None:
     """Try two copies of a custom model side by side; raises InputError."""
     x = next(model.parameters()).new_zeros((2, 2, *shape))
-    with told(name, "beside other users (--block_size 0 and --lockstep no train one at a time)"):
+    try:
         stacked(model, (2,)).eval()(x)
+    except Exception as error:  # torch's transforms refuse in many ways
+        raise InputError(
+            f"--model {label(name)}: its copies do not run side by side, "
+            f"use --block_size 0 and --lockstep no ({error})"
+        ) from error
 
 
 def takes_single_samples(model: Classifier, shape: Sequence[int]) -> bool:
@@ -61,6 +66,6 @@ def takes_single_samples(model: Classifier, shape: Sequence[int]) -> bool:
         layer.train()
     try:
         model(next(model.parameters()).new_zeros((1, *shape)))
-    except ValueError:
+    except (ValueError, InputError):  # torch's own, or told by a custom model
         return False
     return True
