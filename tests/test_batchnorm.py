@@ -166,6 +166,16 @@ def test_theta_is_evaluated_with_the_statistics_it_was_trained_with(participatio
     assert apart == N if participation == "all" else 1 < apart <= N
 
 
+def test_training_starts_from_the_global_statistics():
+    """pFedMe with K = 1 and plr = 1 / lamda is FedAvg, its statistics included, in every round."""
+    options = {"num_global_iters": 3, "weighting": "uniform", "beta": 1.0, "K": 1}
+    options |= {"lamda": 4.0, "personal_learning_rate": 0.25}
+    one, other = (watched(federation(a, **options))[0] for a in ("pFedMe", "FedAvg"))
+    assert one.state_dict().keys() == other.state_dict().keys()
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], **CLOSE)
+
+
 def test_the_adapted_model_has_the_statistics_of_its_adaptation():
     server = federation("PerAvg", num_global_iters=1)
     start = copy.deepcopy(server.model)

@@ -1,7 +1,9 @@
 """The models: sizes, initial values, one step on every kind of data, models from a file."""
 
 import itertools
+import re
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -304,6 +306,12 @@ def test_drawing_a_custom_model(leaf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main_plot.main(["--results_dir", str(out), "--model", "Net"]) == 0
     assert (out / "Synthetic_Net.png").exists() or (tmp_path / "Synthetic_Net.png").exists()
+
+
+def test_the_example_of_the_readme(tmp_path):
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```python\n(# net\.py.*?)```", readme, re.DOTALL)
+    trained_once(custom(tmp_path, text), MNIST)
 
 
 FAULTS = [
