@@ -3,12 +3,14 @@
 import copy
 import itertools
 
+import h5py
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
+import main
 from FLAlgorithms.servers import ALGORITHMS
 from FLAlgorithms.trainmodel.classifier import BATCH_NORMS
 from FLAlgorithms.trainmodel.models import build_model
@@ -293,3 +295,25 @@ def test_one_value_per_channel(algorithm, leaf, capsys):
 def test_bn_local_without_batchnorm_is_refused(leaf, capsys):
     assert run_main(leaf, "--algorithm", "FedAvg", "--bn", "local")[0] == 2
     assert "--bn local: mclr has no BatchNorm layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", [("FedAvg", "aggregate"), ("FedAvg", "local"), ("pFedMe", "")])
+def test_files_are_verified_and_replayed(way, leaf):
+    algorithm, bn = way
+    words = ["--algorithm", algorithm, "--model", custom(leaf, FLAT), "--learning_rate", "0.01"]
+    words += ["--bn", bn] if bn else ["--save_models"]
+    code, out = run_main(leaf, *words, "--times", "2", "--lockstep", "yes")
+    assert code == 0
+    for path in sorted(out.glob(f"Synthetic_Net_{algorithm}_0*_1.h5")):
+        assert main.main(["--verify", str(path)]) == 0
+        assert main.main(["--replay", str(path), "--gpu", "-1"]) == 0
+        with h5py.File(path) as file:
+            moved = not np.array_equal(
+                file["init/norm.running_mean"], file["final/norm.running_mean"]
+            )
+            assert moved == (bn != "local")
+    for path in out.glob("Synthetic_Net_pFedMe_p_*_1.h5"):
+        with h5py.File(path) as file:
+            users = file["personal"].values()
+            assert len({tuple(user["norm.running_mean"][()]) for user in users}) == 5
+            assert {user["norm.num_batches_tracked"].dtype.kind for user in users} == {"i"}

@@ -73,7 +73,7 @@ def stackable(model: nn.Module) -> bool:
     """Whether copies may train side by side: no buffers, nothing that padded rows would change.
 
     Buffers could carry the block axis through vmap; measured on a CPU (one thread, per user-step,
-    10 users, batches of 64 and 20) that takes 1.3 to 1.9 times as long as one user at a time.
+    10 or 20 users, batches of 20 and 64) that takes 1.2 to 1.9 times as long as one at a time.
     """
     return not batch_norms(model) and next(model.buffers(), None) is None
 
