@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from FLAlgorithms.trainmodel.models import Classifier
+from FLAlgorithms.trainmodel.classifier import Classifier
 from FLAlgorithms.trainmodel.stacked import stacked
 from utils.batches import FederatedData, chunks
 from utils.params import Params
@@ -52,11 +52,14 @@ def _ratio(a: float, b: float) -> float:
 
 
 class Evaluator:
-    """Measures models (lists of parameters (*shape)) on users' data, several in one pass."""
+    """Measures models on users' data, several in one pass.
+
+    A model is the list of its parameters (*shape), followed by its buffers.
+    """
 
     def __init__(self, model: Classifier, data: FederatedData) -> None:
         self.model, self.data = model, data
-        self.names = [name for name, _ in model.named_parameters()]
+        self.names = [n for n, _ in (*model.named_parameters(), *model.named_buffers())]
         self._stacks: dict[int, nn.Module] = {}
 
     @torch.no_grad()

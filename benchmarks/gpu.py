@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import main as program  # noqa: E402
 from FLAlgorithms.servers import ALGORITHMS  # noqa: E402
 from FLAlgorithms.servers.serverbase import Server  # noqa: E402
-from FLAlgorithms.trainmodel.models import MODELS, build_model  # noqa: E402
+from FLAlgorithms.trainmodel.models import build_model  # noqa: E402
 from utils.batches import FederatedData  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.jobs import prepare  # noqa: E402
@@ -54,7 +54,7 @@ def equality(device: torch.device) -> list[tuple[str, float]]:
     """Largest parameter difference of two repetitions in lockstep to each alone, per algorithm."""
     rows = []
     for algorithm in ALGORITHMS:
-        for model in MODELS:
+        for model in SHAPES:
             worst = 0.0
             for semantics in ("paper", "authors"):
                 config = Config(

@@ -263,7 +263,7 @@ def test_local_values():
     server = quadratics("Local", learning_rate=0.1, local_epochs=5, num_global_iters=3)
     assert after(server) == 0.3
     expected = [b + (1 - 0.1 * a) ** 15 * (0.3 - b) for a, b in ((1, 0), (3, 1))]
-    assert flat(server.bank["own"]).tolist() == pytest.approx(expected, **EXACT)
+    assert flat(server.bank["alone"]).tolist() == pytest.approx(expected, **EXACT)
     assert not server.work[0, WORK.index("bytes_down") :].any()
 
 

@@ -99,20 +99,32 @@ class Plan:
         return 1.0 if step < self.steps.min() else self.active[step]
 
 
+def batches_per_pass(size: np.ndarray | int, batch: int, merge: bool = False) -> np.ndarray:
+    """Minibatches of one pass; `merge`: a single last sample joins the minibatch before it."""
+    return np.maximum(size // batch + (size % batch > merge), np.minimum(size, 1))
+
+
 def cut(
-    size: int, batch: int, count: int, start: int = 0, rng: np.random.Generator | None = None
+    size: int,
+    batch: int,
+    count: int,
+    start: int = 0,
+    rng: np.random.Generator | None = None,
+    merge: bool = False,
 ) -> np.ndarray:
     """Minibatches number start .. start + count - 1 of endless passes over `size` samples.
 
-    Returns positions (count, batch), -1 pads the short last batch of a pass. With `rng` every pass
-    has an order of its own, without it file order.
+    Returns positions (count, widest), -1 pads shorter minibatches. With `rng` every pass has an
+    order of its own, without it file order. `merge`: see
+    `batches_per_pass`.
     """
     if not size or not count:
         return np.full((count, batch), -1)
-    per_pass = -(-size // batch)
-    number = start + np.arange(count)
-    at = (number % per_pass)[:, None] * batch + np.arange(batch)
-    real = at < size
+    per_pass = int(batches_per_pass(size, batch, merge))
+    number, last = start + np.arange(count), size - (per_pass - 1) * batch
+    turn, inside = number % per_pass, np.arange(max(batch, last))
+    at = turn[:, None] * batch + inside
+    real = inside < np.where(turn == per_pass - 1, last, batch)[:, None]
     if rng is not None:
         order = np.stack([rng.permutation(size) for _ in range(-(-count // per_pass))])
         at = order[(number // per_pass)[:, None], np.minimum(at, size - 1)]
@@ -123,10 +135,13 @@ class Planner:
     """Draws every user's work and minibatches; keeps cyclic ones' cursors, (runs, N) per part.
 
     `ids` has shape `block`: (), (C,), or (T, C) where row t belongs to the t-th of `repetitions`.
+    `merge`: no minibatch of one sample at the end of a pass (BatchNorm has no variance there).
     """
 
-    def __init__(self, config, data: FederatedData, repetitions: Sequence[int]) -> None:
-        self.config, self.data, self.repetitions = config, data, repetitions
+    def __init__(
+        self, config, data: FederatedData, repetitions: Sequence[int], merge: bool = False
+    ) -> None:
+        self.config, self.data, self.repetitions, self.merge = config, data, repetitions, merge
         self.cyclic = config.batches == "cyclic"
         shape = (len(repetitions), data.num_users)
         self.cursors = {part: np.zeros(shape, dtype=np.int64) for part in PARTS}
@@ -166,12 +181,12 @@ class Planner:
     def num_steps(self, ids: np.ndarray, round_number: int) -> np.ndarray:
         """Local steps of a round, shaped like `ids`; none without train data.
 
-        A user's epochs, or as many passes of ceil(n_i / B) each.
+        A user's epochs, or as many passes over its minibatches.
         """
         sizes = self.data.sizes["train"][ids]
         passes = self.config.local_unit == "epochs"
-        batches = -(-sizes // self.config.batch_size) if passes else np.minimum(sizes, 1)
-        return self.epochs(ids, round_number) * batches
+        per_pass = batches_per_pass(sizes, self.config.batch_size, self.merge)
+        return self.epochs(ids, round_number) * (per_pass if passes else np.minimum(sizes, 1))
 
     def local(self, ids: np.ndarray, round_number: int, draws: int) -> Plan:
         """The local steps of a block's users; moves their cursors."""
@@ -224,12 +239,13 @@ class Planner:
         batch = max(1, min(self.config.batch_size, size))
         if stream == "batches" and self.cyclic:
             start = self.cursors[part][run, user]
-            at = cut(size, batch, count, start)
-            self.cursors[part][run, user] = (start + count) % max(1, -(-size // batch))
+            at = cut(size, batch, count, start, merge=self.merge)
+            per_pass = int(batches_per_pass(size, batch, self.merge))
+            self.cursors[part][run, user] = (start + count) % max(1, per_pass)
         else:
             seed, repetition = self.config.seed, self.repetitions[run]
             key = (seed, repetition, round_number, user, PARTS.index(part))
-            at = cut(size, batch, count, rng=generator(stream, *key))
+            at = cut(size, batch, count, rng=generator(stream, *key), merge=self.merge)
         return self._rows(user, part, at)
 
     def _rows(self, user: int, part: str, at: np.ndarray) -> np.ndarray:

@@ -14,7 +14,9 @@ from pathlib import Path
 import yaml
 
 from FLAlgorithms.servers import ALGORITHMS
+from FLAlgorithms.trainmodel.custom import is_custom
 from FLAlgorithms.trainmodel.models import MODELS
+from FLAlgorithms.trainmodel.vision import NORMS
 from utils.errors import InputError, Parser
 from utils.model_utils import DATASETS, NORMALIZE
 
@@ -83,6 +85,17 @@ class _Choice:
         return f"; did you mean {lower[near[0]]}?" if near else ""
 
 
+class _Model(_Choice):
+    """Parses the name of a model, or FILE.py:Class."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS)
+        self.says += ", or FILE.py:Class"
+
+    def __call__(self, text: str) -> str:
+        return text if is_custom(text) and _Text()(text) else super().__call__(text)
+
+
 class _Flag:
     """A switch without a value on the command line, true or false in YAML."""
 
@@ -146,7 +159,16 @@ class Config:
     """
 
     dataset: str = _option("Mnist", _Choice(DATASETS), "data set")
-    model: str = _option("mclr", _Choice(MODELS), "model")
+    model: str = _option("mclr", _Model(), "model; or FILE.py:Class, your own")
+    norm: str | None = _option(
+        None, _Choice(NORMS), "what follows convolutions (default: by architecture)"
+    )
+    pretrained: bool = _option(False, _Flag(), "start ResNets from torchvision's ImageNet weights")
+    bn: str = _option(
+        "aggregate",
+        _Choice(("aggregate", "local")),
+        "BatchNorm parameters and statistics: averaged, or every user's own (FedBN)",
+    )
     algorithm: str = _option("pFedMe", _Choice(ALGORITHMS), "algorithm")
     batch_size: int = _option(20, _COUNT, "samples per minibatch")
     learning_rate: float = _option(
@@ -260,6 +282,9 @@ class Config:
                 f"--repetition {self.repetition}: --times {self.times} has repetitions "
                 f"0 to {self.times - 1}; raise --times"
             )
+        if self.bn == "local" and "bn" not in self.server_class.options:
+            able = ", ".join(a for a, cls in ALGORITHMS.items() if "bn" in cls.options)
+            raise InputError(f"--bn local: not for {self.algorithm}, only for {able}")
         self.server_class.check(self)
 
     @property

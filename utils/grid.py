@@ -114,7 +114,7 @@ def _swept(node: yaml.Node, where: str, defaults: dict, over: Mapping[str, objec
 
 
 def _published(node: yaml.Node, where: str) -> dict[str, Published]:
-    models = ("global", "local", "theta", "adapted", "finetuned", "own")
+    models = ("global", "local", "theta", "adapted", "finetuned", "alone")
     found = {}
     for model, told in yaml_items(node, models, where).items():
         here = f"{where}: {model}"

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 
 from FLAlgorithms.servers.serverbase import Diverged, Server
-from FLAlgorithms.trainmodel.models import Classifier, build_model
+from FLAlgorithms.trainmodel.classifier import Classifier, batch_norms, stackable
+from FLAlgorithms.trainmodel.custom import is_custom, label, pinned
+from FLAlgorithms.trainmodel.models import build_model, usual_norm
+from FLAlgorithms.trainmodel.probe import check_custom, check_stacking, takes_single_samples
 from utils.batches import PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
@@ -48,12 +51,8 @@ class Job:
 
     def model(self, repetition: int) -> Classifier:
         """The repetition's initial model."""
-        model = build_model(
-            self.config.model,
-            self.shape,
-            self.classes,
-            self.config.initial_seed(repetition),
-        )
+        seed = self.config.initial_seed(repetition)
+        model = _model(self.config, self.shape, self.classes, seed)
         return model.to(self.data.x.device, self.data.x.dtype)
 
     def server(self, repetition: int | list[int], **extra: object) -> Server:
@@ -80,7 +79,8 @@ def settle(config: Config, source: Source, split: Split) -> Config:
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
-    return config
+    norm = None if config.norm == usual_norm(config.model) else config.norm
+    return dataclasses.replace(config, model=pinned(config.model), norm=norm)
 
 
 def prepare(config: Config, source: Source, split: Split) -> Job:
@@ -89,11 +89,40 @@ def prepare(config: Config, source: Source, split: Split) -> Job:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     config = settle(config, source, split)
     normalize = config.normalize or default_normalize(source, split)
-    flat = build_model(config.model, source.shape, source.classes, config.seed).flat
-    data = federate(source, split, features(source, split, normalize), flat)
+    model = _model(config, source.shape, source.classes, config.seed)
+    _check_model(model, config, source, split)
+    data = federate(source, split, features(source, split, normalize), model.flat)
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
     return Job(config, source.shape, source.classes, split, data, normalize)
+
+
+def _model(config: Config, shape: tuple[int, ...], classes: int, seed: int) -> Classifier:
+    extra = {"norm": config.norm, "pretrained": config.pretrained}
+    return build_model(config.model, shape, classes, seed, **extra)
+
+
+def _check_model(model: Classifier, config: Config, source: Source, split: Split) -> None:
+    """Refuse what would fail in the first round; the model is spent afterwards."""
+    name, shape = config.model, (source.x[0].size,) if model.flat else source.shape
+    model.to(getattr(torch, config.dtype))
+    if is_custom(name):
+        check_custom(model, name, shape, source.classes)
+        if stackable(model) and (config.block_size not in (0, "auto") or config.lockstep == "yes"):
+            check_stacking(model, name, shape)
+    if not batch_norms(model):
+        if config.bn == "local":
+            raise InputError(f"--bn local: {label(name)} has no BatchNorm layers")
+        return
+    trains_on_test = config.adapt != "train" and "adapt" in config.options()
+    parts = (split.train, split.test) if trains_on_test else (split.train,)
+    single = [u for part in parts for u, r in zip(split.users, part, strict=True) if len(r) == 1]
+    if (single or config.batch_size == 1) and not takes_single_samples(model, shape):
+        what = f"--split {config.split}: user {single[0]} has" if single else "--batch_size 1:"
+        raise InputError(
+            f"{what} one sample, and BatchNorm in {label(name)} has no variance over it; "
+            "use --norm group or another model"
+        )
 
 
 def federate(source: Source, split: Split, x: np.ndarray, flat: bool = False) -> FederatedData:
@@ -178,7 +207,7 @@ class Plan:
                 checkpoint_path(config, split, repetition).unlink(missing_ok=True)
             else:
                 missing.append(repetition)
-        model = build_model(config.model, source.shape, source.classes, config.seed)
+        model = _model(config, source.shape, source.classes, config.seed)
         hands = len(missing)
         if _lockstep(config, model):
             hands = min(config.jobs, hands)
@@ -207,14 +236,15 @@ def is_whole(path: Path) -> bool:
 
 def _lockstep(config: Config, model: Classifier) -> bool:
     """Whether the repetitions train side by side in one block."""
-    several = len(config.repetitions) > 1 and not list(model.buffers())
-    return several and {"yes": True, "no": False, "auto": config.gpu >= 0}[config.lockstep]
+    several = len(config.repetitions) > 1 and stackable(model)
+    auto = config.gpu >= 0 and not is_custom(config.model)
+    return several and {"yes": True, "no": False, "auto": auto}[config.lockstep]
 
 
-def label(config: Config, repetitions: Sequence[int]) -> str:
+def name_of(config: Config, repetitions: Sequence[int]) -> str:
     """How progress and messages call some repetitions."""
     which = "-".join(str(r) for r in dict.fromkeys((min(repetitions), max(repetitions))))
-    return f"{config.algorithm} {config.dataset} {config.model} [{which}]"
+    return f"{config.algorithm} {config.dataset} {label(config.model)} [{which}]"
 
 
 def run_grid(grid: Grid) -> int:
@@ -246,11 +276,11 @@ def run_grid(grid: Grid) -> int:
 def _run_tasks(tasks: Sequence[Task], title: str, loader: Loader) -> int:
     everybody = [r for task in tasks for r in task.repetitions]
     progress = Progress(
-        title or label(tasks[0].config, everybody),
+        title or name_of(tasks[0].config, everybody),
         sum(task.config.num_global_iters for task in tasks),
     )
     shows = [
-        partial(progress.show, number, label(task.config, task.repetitions) if title else "")
+        partial(progress.show, number, name_of(task.config, task.repetitions) if title else "")
         for number, task in enumerate(tasks)
     ]
     try:
@@ -286,7 +316,7 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
         if checkpoint:
             recorder.restore(checkpoint)
             done = server.round_number
-            say(f"{label(job.config, [recorder.repetition])}: resumed after round {done}")
+            say(f"{name_of(job.config, [recorder.repetition])}: resumed after round {done}")
     end = "interrupted"
     try:
         server.run()
@@ -299,7 +329,10 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
             written = recorder.save(ended)
             if ended != "finished":
                 why = server.failed.get(run, ended)
-                name, files = label(job.config, [recorder.repetition]), ", ".join(map(str, written))
+                name, files = (
+                    name_of(job.config, [recorder.repetition]),
+                    ", ".join(map(str, written)),
+                )
                 say(f"{name}: {why}; what was measured is in {files}")
     return int(bool(server.failed))
 

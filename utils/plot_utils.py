@@ -32,7 +32,7 @@ QUANTITIES = {
     "theta_test_acc": "theta_test_acc",
     "local_test_acc": "local_test_acc",
 }
-EVALUATED = {"theta": "personalised theta", "local": "local w_i", "own": "trained alone"}
+EVALUATED = {"theta": "personalised theta", "local": "local w_i", "alone": "trained alone"}
 EVALUATED["finetuned"] = "fine-tuned"
 # `--semantics` sets these; where they follow from it, naming it says enough. Importing them from
 # utils.config would bring torch along.
@@ -170,8 +170,10 @@ def _described(attrs: h5py.AttributeManager) -> dict:
     config = json.loads(attrs["config"])
     if not all(isinstance(config[key], str) for key in ("dataset", "model", "algorithm")):
         raise TypeError(config)
+    # FILE.py:Class@HASH goes by its class; trainmodel.custom.label would bring torch along.
+    model = config["model"].rpartition(":")[2].partition("@")[0]
     return {
-        "config": config,
+        "config": config | {"model": model},
         "options": tuple(json.loads(attrs["options"])),
         **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition", "status")},
     }

@@ -22,6 +22,7 @@ import torch
 
 from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import WORK, Server
+from FLAlgorithms.trainmodel.custom import file_hash, is_custom, label
 from utils.config import NOT_NUMBERS, Config
 from utils.errors import InputError
 from utils.files import atomic_h5, open_h5, replacing
@@ -62,13 +63,15 @@ def identity(config: Config, split: Split) -> dict[str, object]:
         for name in config.options()
         if name not in NOT_NUMBERS and getattr(config, name) != getattr(default, name)
     }
+    if is_custom(config.model):
+        found |= {"model": label(config.model), "model_file": file_hash(config.model)}
     return found | ({} if is_default(config.dataset, split) else {"split": split.hash})
 
 
 def file_name(config: Config, split: Split, personal: bool) -> str:
     """The name up to the repetition: <Dataset>_<model>_<Algorithm>[_p]_..., without `_<i>.h5`."""
     c = config
-    parts = [c.dataset, c.model, c.algorithm + ("_p" if personal else "")]
+    parts = [c.dataset, label(c.model), c.algorithm + ("_p" if personal else "")]
     parts += [number(c.learning_rate), number(c.beta), number(c.lamda)]
     parts += [f"{c.numusers}u", f"{c.batch_size}b", str(c.local_epochs)]
     named = name_fields(config)
@@ -174,7 +177,7 @@ class Recorder:
         """One plain line per round; the accuracies are the latest that were measured."""
         c = self.config
         line = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {c.algorithm} "
-        line += f"{c.dataset} {c.model} repetition={self.repetition} round={round_number}"
+        line += f"{c.dataset} {label(c.model)} repetition={self.repetition} round={round_number}"
         if self.main:
             t, m = self.main[-1]
             line += f" evaluated={t} test_accuracy={m.accuracy('test'):.6f}"

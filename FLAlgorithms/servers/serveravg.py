@@ -23,7 +23,7 @@ class FedAvg(Server):
     """Average the sampled users' models, weighted by their samples."""
 
     user_class = UserAVG
-    options = ("momentum", "server_learning_rate", "finetune_steps", "save_models")
+    options = ("momentum", "server_learning_rate", "finetune_steps", "save_models", "bn")
     personal_at = "start"
     drops_stragglers = True
     step_options = ("learning_rate", "server_learning_rate")

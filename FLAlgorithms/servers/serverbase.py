@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from FLAlgorithms.evaluation import Evaluator, Key, Metrics, Tally
-from FLAlgorithms.trainmodel.models import Classifier
+from FLAlgorithms.trainmodel.classifier import Classifier, batch_norms, own_values, stackable
 from FLAlgorithms.trainmodel.stacked import count_parameters, stacked
 from FLAlgorithms.users.userbase import User
 from utils.batches import FederatedData, Planner, cells, generator
@@ -105,10 +105,13 @@ class Server:
         self.lead = (len(models),) if together else ()
         if not self.personal_names(config):
             self.personal_at = ""
-        self.planner = Planner(config, data, self.repetitions)
+        self.planner = Planner(config, data, self.repetitions, merge=bool(batch_norms(self.model)))
         own = [[p.detach() for p in m.parameters()] for m in models]
         self.params = [torch.stack(same) for same in zip(*own, strict=True)] if together else own[0]
         self.buffers = list(self.model.buffers())
+        # Under `--bn local` no round moves these, and every user has its own.
+        bn = self.user_class.bn(config)
+        self.private = own_values(self.model, bn) if bn == "local" else []
         self.everyone = np.broadcast_to(np.arange(data.num_users), (*self.lead, data.num_users))
         self.round_number = 0
         self.whole = True  # False within a round, when a checkpoint would be torn
@@ -123,6 +126,10 @@ class Server:
         place = "cpu" if config.state_device == "cpu" else self.params[0].device
         states = self.user_class.state.items()
         self.bank = {name: [p.to(place) for p in self._bank(kind)] for name, kind in states}
+        # A personalised model that outlives its round needs the statistics it was trained with.
+        kept = self.buffers if self.personal_at == "trained" else self.private
+        if kept:
+            self.bank["own"] = [t.to(place) for t in self._for_everyone(kept)]
         self.setup()
 
     @classmethod
@@ -181,8 +188,10 @@ class Server:
         ids = np.asarray(ids)
         after = self.personal_at == "trained"
         tally = self._tally() if after else None
-        buffers = WeightedMean()
+        buffers, last = WeightedMean(), []
         for user in self._blocks(ids):
+            if not self.private:
+                assign_(user.buffers, self.buffers)
             user.train(**{name: self._spread(params) for name, params in payload.items()})
             self._check_finite(user)
             for name in self.bank:
@@ -190,7 +199,8 @@ class Server:
             self._look_at(user, tally, after)
             weight = self._weight(user)
             if self.buffers and weight.sum() > 0:
-                buffers.add(weight, [b.to(self.params[0]) for b in user.model.buffers()])
+                buffers.add(weight, [b.to(self.params[0]) for b in user.buffers])
+                last = clone(user.buffers)
             uploads = {name: getattr(user, name) for name in user.uploads}
             self._count(user, payload, uploads)
             yield SimpleNamespace(ids=user.ids, weight=weight, **uploads)
@@ -199,8 +209,10 @@ class Server:
                 self._look_at(user, tally, after)
         if tally:
             self._hand_over(tally)
-        if buffers.weight is not None:
-            _merge_buffers(self.buffers, buffers.value(self.buffers))
+        # Integers (batches counted) cannot be averaged: those of the user with the most steps.
+        mean = buffers.value(self.buffers) if last else []
+        for buffer, average, value in zip(self.buffers, mean, last, strict=bool(last)):
+            buffer.copy_(average if buffer.is_floating_point() else value)
 
     @property
     def total_weight(self) -> float:
@@ -228,7 +240,9 @@ class Server:
                 for user in self._blocks(self.everyone):
                     self._look_at(user, tally, keep=False)
                 self._hand_over(tally)
+            private = clone(self.private)
             self.round()
+            assign_(self.private, private)
             if self._stay:  # not even the server's momentum moves a round without reports
                 silent, before = self._stay
                 active = torch.as_tensor(silent, device=self.params[0].device)
@@ -259,9 +273,7 @@ class Server:
     def restore(self, checkpoint: dict[str, object], run: int = 0) -> None:
         """Go on where `checkpoint` was taken, at the end of a round."""
         self.round_number = checkpoint["round"]
-        # Checkpoints from before users could fail to report do not count reports.
-        done = checkpoint["work"].numpy()
-        self.work[run] = np.append(done, done[0])[: len(WORK)]
+        self.work[run] = checkpoint["work"].numpy()
         for part, cursors in checkpoint["cursors"].items():
             self.planner.cursors[part][run] = cursors.numpy()
         for mine, saved in zip(self._stateful(run), checkpoint["tensors"], strict=True):
@@ -283,14 +295,14 @@ class Server:
         return own | dict(self.model.named_buffers())
 
     def personal_models(self, run: int = 0) -> dict[str, Tensor]:
-        """The users' primary personalised models at the end, (N, *shape) by parameter name.
+        """The users' primary personalised models at the end, (N, *shape) by name.
 
         Needs `--save_models` and a finished run; empty where the algorithm has none.
         """
         if self.personal_at == "start":
             for user in self._blocks(self.everyone):
-                self._keep_personal(user)
-        names = (name for name, _ in self.model.named_parameters())
+                self._keep_personal(user, _personal_models(user))
+        names = self.evaluator.names
         kept = [k[run] for k in self._kept] if self.lead else self._kept
         return dict(zip(names, kept, strict=True)) if kept else {}
 
@@ -314,7 +326,7 @@ class Server:
             block = group.shape
             user = self._users_of(block)
             user.receive(group, self.round_number, self._spread(self.params))
-            assign_(list(user.model.buffers()), self.buffers)
+            assign_(user.buffers, self.buffers)
             for name, bank in self.bank.items():
                 mine = [rows[self._rows(user)] for rows in bank]
                 setattr(user, name, [rows.to(self.params[0].device, copy=True) for rows in mine])
@@ -371,11 +383,12 @@ class Server:
         reported = self._reported(user).reshape(runs, -1).sum(-1)
         steps = plan.steps.reshape(runs, -1).sum(-1)
         samples = plan.counts.sum((0, 1)).reshape(runs, -1).sum(-1)
-        sent = [self.params, *payload.values()]
-        # Who never reports is sent nothing either.
-        down = bool(uploads) * sum(p.numel() * p.element_size() for ps in sent for p in ps) // runs
+        extra = _bytes(self.buffers) - _bytes(self.private)
+        sent = [p for ps in (self.params, *payload.values()) for p in ps]
+        # Who has nothing to report is sent nothing either.
+        down = bool(uploads) * (_bytes(sent) // runs + extra)
         received = [t for ps in uploads.values() for t in ([ps] if isinstance(ps, Tensor) else ps)]
-        up = sum(t.numel() * t.element_size() for t in received) // max(user.ids.size, 1)
+        up = bool(uploads) * (_bytes(received) // max(user.ids.size, 1) + extra)
         self.work += np.stack(
             [
                 np.zeros_like(steps),
@@ -390,7 +403,11 @@ class Server:
         )
 
     def _bank(self, kind: str) -> list[Tensor]:
-        start = {"zeros": self.zeros, "model": lambda: clone(self.params)}[kind]()
+        start = {"zeros": self.zeros, "model": lambda: self.params}[kind]()
+        return self._for_everyone(start)
+
+    def _for_everyone(self, start: Params) -> list[Tensor]:
+        """Copies for every user, (*lead, N, *shape)."""
         n, lead = self.data.num_users, len(self.lead)
         return [p.unsqueeze(lead).expand(*self.lead, n, *p.shape[lead:]).clone() for p in start]
 
@@ -407,12 +424,16 @@ class Server:
         return bool(every) and (self.round_number % every == 0 or self.round_number == final)
 
     def _globals(self) -> dict[Key, Params]:
-        return {(run, ""): self._of(run) for run in range(len(self.repetitions))}
+        return {(run, ""): [*self._of(run), *self.buffers] for run in range(len(self.repetitions))}
 
     def _evaluate_global(self) -> None:
         if self._due(last=True):
             tally = Tally(self.evaluator)
-            tally.add_everybody(self._globals())
+            if self.private:
+                for user in self._blocks(self.everyone):
+                    tally.add(int(user.ids), {(0, ""): [*user.params, *user.buffers]})
+            else:
+                tally.add_everybody(self._globals())
             self._hand_over(tally)
 
     def _tally(self) -> Tally | None:
@@ -423,7 +444,7 @@ class Server:
         keep = keep and self._keeping()
         if not (tally or keep):
             return
-        found = user.personalized()
+        found = _personal_models(user)
         shared = self._globals() if self._due(last=True) else {}
         of_user: dict[int, dict[Key, Params]] = {}
         for place, (run, i) in zip(np.ndindex(*user.block), cells(user.ids), strict=True):
@@ -442,10 +463,9 @@ class Server:
     def _keeping(self) -> bool:
         return self.config.save_models and self.round_number == self.config.num_global_iters - 1
 
-    def _keep_personal(self, user: User, found: dict[str, Params] | None = None) -> None:
+    def _keep_personal(self, user: User, found: dict[str, Params]) -> None:
         if not self._kept:
-            self._kept = [torch.empty_like(rows) for rows in self._bank("zeros")]
-        found = user.personalized() if found is None else found
+            self._kept = self._for_everyone([*self.zeros(), *self.buffers])
         for rows, value in zip(self._kept, found[self.config.primary], strict=True):
             rows[self._rows(user)] = value.detach()
 
@@ -509,7 +529,7 @@ def cut_blocks(steps: np.ndarray, size: int, overhead: float) -> list[tuple[int,
 
 def _block_size(config: Config, model: Classifier, num_users: int, runs: int) -> int:
     """0 for the reference engine, else users per block and repetition."""
-    if any(True for _ in model.buffers()):
+    if not stackable(model):
         return 0
     size = config.block_size
     if size == "auto":
@@ -518,6 +538,10 @@ def _block_size(config: Config, model: Classifier, num_users: int, runs: int) ->
     return min(size, num_users)
 
 
-def _merge_buffers(buffers: list[Tensor], mean: list[Tensor]) -> None:
-    for buffer, value in zip(buffers, mean, strict=True):
-        buffer.copy_(value if buffer.is_floating_point() else value.round())
+def _personal_models(user: User) -> dict[str, Params]:
+    """Parameters and then buffers, by name; the statistics are the user's own."""
+    return {name: [*params, *user.buffers] for name, params in user.personalized().items()}
+
+
+def _bytes(tensors: Params) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -19,7 +19,7 @@ class FedNova(Server):
     """Average normalised updates, then step as far as the users went on average."""
 
     user_class = UserNova
-    options = ("momentum", "mu", "server_momentum", "server_learning_rate")
+    options = ("momentum", "mu", "server_momentum", "server_learning_rate", "bn")
     state = ("u",)
     step_options = ("learning_rate", "mu", "server_learning_rate")
 

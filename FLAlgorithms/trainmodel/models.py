@@ -1,38 +1,31 @@
-"""The models: plain modules that return logits; each class carries its loss.
-
-A model is built from the shape of one input and the number of classes, and says with `lockstep`
-whether its forward pass is made of Linear layers and elementwise functions alone; such a model
-runs on stacked parameters unchanged (see stacked.py).
-"""
+"""The models of the personalised experiments, and the registry of all."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from FLAlgorithms.trainmodel.classifier import Classifier, Dropout
+from FLAlgorithms.trainmodel.custom import build, is_custom, label, load_class
+from FLAlgorithms.trainmodel.vision import (
+    RESNET_STAGES,
+    VGG,
+    VGG_STAGES,
+    AlexCifarNet,
+    Cnn3,
+    LeNet,
+    Unfit,
+    images,
+    resnet,
+)
 from utils.errors import InputError
-
-
-class Classifier(nn.Module):
-    """Cross-entropy and hits for logits (..., classes) and labels (...)."""
-
-    lockstep = False
-    flat = False  # takes vectors: the data are flattened once, when read
-
-    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of every sample, shape of y."""
-        # Over the second last axis: 20 users' softmax takes 10 us that way on a CPU, else 80 us.
-        log_p = logits.mT.log_softmax(-2)
-        return -log_p.gather(-2, y.unsqueeze(-2)).squeeze(-2)
-
-    def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """1 where the largest logit is the label's, else 0, shape of y."""
-        return logits.argmax(-1) == y
 
 
 class Mlp(Classifier):
@@ -56,33 +49,6 @@ class Mlp(Classifier):
         for layer in hidden:
             x = layer(x).relu_()
         return last(x)
-
-
-class Dropout(nn.Module):
-    """Dropout whose mask belongs to the minibatch: it is set from outside before the pass.
-
-    A user's mask then depends on (seed, repetition, round, user, step) alone, not on who else
-    trains beside it.
-    """
-
-    def __init__(self, p: float, shape: Sequence[int]) -> None:
-        super().__init__()
-        self.p, self.shape = p, tuple(shape)
-        self.mask: Tensor | None = None
-
-    def draw(self, width: int, rows: int, generator: torch.Generator, like: Tensor) -> Tensor:
-        """A mask (rows, *shape): 0 with probability p, else 1 / (1 - p).
-
-        `width` rows are drawn, whatever the minibatch holds of them, so that padding and short
-        minibatches change no mask.
-        """
-        u = torch.rand((width, *self.shape), generator=generator, device=like.device)
-        mask = like.new_zeros((rows, *self.shape))
-        mask[:width] = (u[:rows] >= self.p).to(like.dtype) / (1 - self.p)
-        return mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask if self.training else x
 
 
 class CnnMnist(Classifier):
@@ -135,22 +101,70 @@ def _dnn(shape: Sequence[int], classes: int) -> Classifier:
 
 
 def _cnn(shape: Sequence[int], classes: int) -> Classifier:
-    if len(shape) != 3:
-        raise InputError(f"--model cnn: needs images, the data has {shape[0]} plain features")
-    if shape[0] == 1:
-        return CnnMnist(shape, classes)
-    return CnnCifar(shape, classes)
+    make, smallest = (CnnMnist, 5) if images(shape)[0] == 1 else (CnnCifar, 16)
+    images(shape, smallest)
+    return make(shape, classes)
 
 
-MODELS: dict[str, Callable[[Sequence[int], int], Classifier]] = {
+MODELS: dict[str, Callable[..., Classifier]] = {
     "mclr": _mclr,
     "dnn": _dnn,
     "cnn": _cnn,
+    "lenet": LeNet,
+    "cnn3": Cnn3,
+    "alexcifar": AlexCifarNet,
+    **{f"vgg{n}": partial(VGG, depth=n) for n in VGG_STAGES},
+    **{f"vgg{n}_bn": partial(VGG, depth=n, norm="batch") for n in VGG_STAGES},
+    **{f"resnet{n}": partial(resnet, depth=n) for n in RESNET_STAGES},
+}
+# What the YAML files of the FedAvg / FedNova / FedProx / SCAFFOLD collection call them.
+ALIASES = {
+    "LeNet": "lenet",
+    "CNN": "cnn3",
+    "AlexCifarNet": "alexcifar",
+    **{name.upper().replace("_BN", "_bn"): name for name in MODELS if name.startswith("vgg")},
+    **{name.replace("resnet", "ResNet"): name for name in MODELS if name.startswith("resnet")},
 }
 
 
-def build_model(name: str, shape: Sequence[int], classes: int, seed: int) -> Classifier:
-    """The model with the initial parameters that torch's CPU generator gives for `seed`."""
+def usual_norm(name: str) -> str:
+    """What follows the convolutions of a model unless `--norm` says otherwise."""
+    norm = _takes(name).get("norm")
+    return "none" if norm is None else norm.default
+
+
+def build_model(
+    name: str,
+    shape: Sequence[int],
+    classes: int,
+    seed: int,
+    *,
+    norm: str | None = None,
+    pretrained: bool = False,
+) -> Classifier:
+    """The model with the initial parameters that torch's CPU generator gives for `seed`.
+
+    Raises InputError where the model does not fit the data or takes no such option.
+    """
+    asked: dict[str, object] = {}
+    if norm not in (None, usual_norm(name)):
+        asked["norm"] = norm
+    if pretrained:
+        asked["pretrained"] = True
+    for option, value in asked.items():
+        if option not in _takes(name):
+            able = [other for other in MODELS if option in _takes(other)]
+            given = f"--{option}" if value is True else f"--{option} {value}"
+            raise InputError(f"{given}: not for {label(name)}, only for {', '.join(able)}")
+    make = partial(build, name) if is_custom(name) else MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return MODELS[name](shape, classes)
+        try:
+            return make(tuple(shape), classes, **asked)
+        except Unfit as error:
+            raise InputError(f"--model {label(name)}: {error}") from None
+
+
+def _takes(name: str) -> dict[str, inspect.Parameter]:
+    make = load_class(name) if is_custom(name) else MODELS[name]
+    return dict(inspect.signature(make).parameters)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from FLAlgorithms.trainmodel.models import Classifier, Dropout, Mlp
+from FLAlgorithms.trainmodel.classifier import Classifier, Dropout
+from FLAlgorithms.trainmodel.models import Mlp
 from utils.params import Scale
 
 

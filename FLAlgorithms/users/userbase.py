@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from FLAlgorithms.trainmodel.models import Dropout, Mlp
+from FLAlgorithms.trainmodel.classifier import Dropout, own_values
+from FLAlgorithms.trainmodel.models import Mlp
 from FLAlgorithms.trainmodel.stacked import FixedInput, mlp_gradients
 from utils.batches import Batch, Plan, Planner, cells, dropout_generator
 from utils.params import Params, add_, assign_, zeros_like
@@ -51,6 +52,25 @@ class User:
         assign_(self.params, params)
         self.active: Tensor | float = 1.0
         self.calls = 0  # of `backward` since then
+
+    @classmethod
+    def bn(cls, config: Config) -> str:
+        """How BatchNorm is treated: who uploads nothing keeps it to itself."""
+        return config.bn if cls.uploads else "local"
+
+    @property
+    def own(self) -> list[Tensor]:
+        """What the model holds of the user alone; may be assigned."""
+        return own_values(self.model, self.bn(self.config))
+
+    @own.setter
+    def own(self, values: Params) -> None:
+        assign_(self.own, values)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's statistics."""
+        return list(self.model.buffers())
 
     def train(self) -> None:
         """The local work of one round: from the received parameters to what `uploads` names."""

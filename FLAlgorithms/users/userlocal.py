@@ -9,15 +9,15 @@ from utils.params import Params, assign_, clone
 class UserLocal(UserAVG):
     """Plain local SGD on a model of its own; nothing is received or sent."""
 
-    state = {"own": "model"}
+    state = {"alone": "model"}
     uploads = ()
-    personal = ("own",)
+    personal = ("alone",)
 
     def train(self) -> None:
-        assign_(self.params, self.own)
+        assign_(self.params, self.alone)
         super().train()
-        self.own = clone(self.params)
+        self.alone = clone(self.params)
 
     def personalized(self) -> dict[str, Params]:
         """The user's own model."""
-        return {"own": self.own}
+        return {"alone": self.alone}
