@@ -13,7 +13,7 @@ import torch
 
 from FLAlgorithms.servers.serverbase import Diverged, Server
 from FLAlgorithms.trainmodel.models import Classifier, build_model
-from utils.batches import PARTS, FederatedData
+from utils.batches import OFFICIAL, PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
 from utils.model_utils import Source, default_normalize, features, read_data
@@ -75,7 +75,7 @@ class Job:
         """How progress and messages call some repetitions."""
         c = self.config
         which = "-".join(str(r) for r in dict.fromkeys((repetitions[0], repetitions[-1])))
-        return f"{c.algorithm} {c.dataset} {c.model} [{which}]"
+        return f"{c.algorithm} {c.dataset_name} {c.model} [{which}]"
 
     def recorder(self, repetition: int, progress: Watch | None) -> Recorder:
         """A recorder that writes where the configuration says."""
@@ -85,6 +85,11 @@ class Job:
     def path(self, personal: bool, repetition: object) -> Path:
         """The result file of a repetition, or of the average (`avg`)."""
         return result_path(self.config, self.split, personal, repetition)
+
+
+def read(config: Config) -> tuple[Source, Split]:
+    """The data and the split that a configuration names."""
+    return read_data(config.dataset, config.split, config.drawn, config.data_dir)
 
 
 def prepare(config: Config, source: Source, split: Split) -> Job:
@@ -102,24 +107,53 @@ def prepare(config: Config, source: Source, split: Split) -> Job:
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
+    if config.test_set == "global":
+        _check_official(config, source, split)
     flat = build_model(config.model, source.shape, source.classes, config.seed).flat
-    data = federate(source, split, features(source, split, normalize), flat)
+    x = features(source, split, normalize)
+    data = federate(source, split, x, flat, config.test_set == "global")
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
     return Job(config, source.shape, source.classes, split, data, normalize)
 
 
-def federate(source: Source, split: Split, x: np.ndarray, flat: bool = False) -> FederatedData:
-    """The users' samples, in the split's order, as tensors; `flat`: every sample a vector."""
+def _check_official(config: Config, source: Source, split: Split) -> None:
+    """InputError where the official test rows cannot judge, or something would lack test data."""
+    if source.num_train == len(source.y):
+        raise InputError(f"--test_set global: {source.name} has no official test part")
+    if any((rows >= source.num_train).any() for rows in split.train):
+        raise InputError(
+            "--test_set global: the split's train parts hold rows of the official test part; give "
+            "a --partition SCHEME:pool=train"
+        )
+    if config.primary and not any(len(rows) for rows in split.test):
+        raise InputError(
+            f"--test_set global: {config.algorithm}'s personalised models are evaluated on the "
+            "users' own test parts, and the split has none; give a --partition with test > 0"
+        )
+
+
+def federate(
+    source: Source, split: Split, x: np.ndarray, flat: bool = False, official: bool = False
+) -> FederatedData:
+    """The users' samples, in the split's order, as tensors; `flat`: every sample a vector.
+
+    `official`: the dataset's own test rows follow them.
+    """
     users = range(len(split.users))
     rows = {"train": split.train, "test": split.test}
     order = np.concatenate([rows[part][u] for part in PARTS for u in users])
     y = np.concatenate([split.targets(source.y, u, part) for part in PARTS for u in users])
+    sizes = {part: np.array([len(r) for r in rows[part]]) for part in PARTS}
+    if official:
+        extra = np.arange(source.num_train, len(source.y))
+        order, y = np.concatenate([order, extra]), np.concatenate([y, source.y[extra]])
+        sizes[OFFICIAL] = np.array([len(extra)])
     shape = (len(x), -1) if flat else x.shape
     return FederatedData(
         torch.from_numpy(x.reshape(shape)[order]),
         torch.from_numpy(y.astype(np.int64)),
-        {part: np.array([len(r) for r in rows[part]]) for part in PARTS},
+        sizes,
     )
 
 
@@ -138,7 +172,7 @@ def run_job(config: Config, given: Iterable[str]) -> int:
         say(f"notice: {line}")
     if "gpu" not in given and not torch.cuda.is_available():
         config = dataclasses.replace(config, gpu=-1)
-    job = prepare(config, *read_data(config.dataset, config.split))
+    job = prepare(config, *read(config))
     check_writable(job.path(True, "avg"))
     if config.log_file is not None:
         append(config.log_file, "")

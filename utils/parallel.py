@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from utils.config import Config, say
 from utils.errors import InputError
-from utils.model_utils import read_data
 from utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -77,10 +76,10 @@ def _listen(
 
 def _work(config: Config, hand: list[list[int]], news: multiprocessing.Queue, stop: object) -> None:
     """One process: its groups of repetitions, one after the other."""
-    from utils.jobs import prepare, run_repetitions  # here, since jobs imports this module
+    from utils.jobs import prepare, read, run_repetitions  # here, since jobs imports this module
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    job = prepare(config, *read_data(config.dataset, config.split))
+    job = prepare(config, *read(config))
     told = dict.fromkeys(config.repetitions, 0.0)
 
     def pause() -> None:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from utils.errors import InputError
+from utils.model_utils import dataset_name
 
 FORMATS = (".png", ".pdf", ".svg")
 QUANTITIES = {
@@ -161,7 +162,7 @@ def _described(attrs: h5py.AttributeManager) -> dict:
     if not all(isinstance(config[key], str) for key in ("dataset", "model", "algorithm")):
         raise TypeError(config)
     return {
-        "config": config,
+        "config": config | {"dataset": dataset_name(config["dataset"])},
         "options": tuple(json.loads(attrs["options"])),
         **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition", "status")},
     }

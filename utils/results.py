@@ -68,7 +68,7 @@ def identity(config: Config, split: Split) -> dict[str, object]:
 def file_name(config: Config, split: Split, personal: bool) -> str:
     """The name up to the repetition: <Dataset>_<model>_<Algorithm>[_p]_..., without `_<i>.h5`."""
     c = config
-    parts = [c.dataset, c.model, c.algorithm + ("_p" if personal else "")]
+    parts = [c.dataset_name, c.model, c.algorithm + ("_p" if personal else "")]
     parts += [number(c.learning_rate), number(c.beta), number(c.lamda)]
     parts += [f"{c.numusers}u", f"{c.batch_size}b", str(c.local_epochs)]
     named = name_fields(config)
@@ -151,7 +151,7 @@ class Recorder:
         self.config, self.split, self.repetition = config, split, repetition
         self.paths = {p: result_path(config, split, p, repetition) for p in (False, True)}
         self.identity = {name: getattr(config, name) for name in name_fields(config)}
-        self.identity |= identity(config, split)
+        self.identity |= identity(config, split) | {"dataset": config.dataset_name}
         self.facts, self.progress = facts, progress
         self.started, self.clock = datetime.now(timezone.utc), time.monotonic()
         self.saved = -math.inf  # the first round is saved at once, to be looked at
@@ -195,7 +195,7 @@ class Recorder:
         """One plain line per round; the accuracies are the latest that were measured."""
         c = self.config
         line = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {c.algorithm} "
-        line += f"{c.dataset} {c.model} repetition={self.repetition} round={round_number}"
+        line += f"{c.dataset_name} {c.model} repetition={self.repetition} round={round_number}"
         if self.main:
             t, m = self.main[-1]
             line += f" evaluated={t} test_accuracy={m.accuracy('test'):.6f}"
@@ -276,12 +276,12 @@ class Recorder:
     def restore(self, checkpoint: dict) -> None:
         """Put the server and the curves back to where the checkpoint was taken."""
         self.server.restore(checkpoint["server"], self.run)
-        sizes = self.server.data.sizes
+        data = self.server.data
         # What was evaluated before the next round is evaluated again.
         done = self.server.round_number
-        main = [(r, m[""]) for r, m in _unpack(checkpoint["main"], sizes)]
+        main = [(r, m[""]) for r, m in _unpack(checkpoint["main"], data.global_sizes)]
         self.main = [(r, m) for r, m in main if r < done]
-        self.personal = [e for e in _unpack(checkpoint["personal"], sizes) if e[0] < done]
+        self.personal = [e for e in _unpack(checkpoint["personal"], data.sizes) if e[0] < done]
         self.selected = [s.numpy() for s in checkpoint["selected"]]
         self.init = {n: v.numpy() for n, v in checkpoint["init"].items()}
 
@@ -294,7 +294,9 @@ class Recorder:
         written = [paths[False]]
         with atomic_h5(written[0]) as file:
             self._attributes(file, status, "global", self.paths[True])
-            _write_curves(file, self.main, len(self.split.users))
+            # The official test rows, where they judge, are nobody's.
+            users = len(self.split.users) if self.config.test_set == "user" else None
+            _write_curves(file, self.main, users)
             width = max((len(s) for s in self.selected), default=0)
             rows = np.full((len(self.selected), width), -1, dtype=np.int32)
             for row, who in zip(rows, self.selected, strict=True):
@@ -340,6 +342,7 @@ class Recorder:
                 "data_hash": self.split.hash,
                 "manifest": json.dumps(self.split.manifest),
                 "evaluates": evaluates,
+                "test_set": "user" if evaluates != "global" else config.test_set,
                 "repetition": self.repetition,
                 "partner": partner.name,
                 "work": json.dumps(
@@ -397,7 +400,9 @@ def _write_group(file: h5py.File, group: str, values: dict[str, np.ndarray]) -> 
         file[f"{group}/{name}"] = value
 
 
-def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]], num_users: int) -> None:
+def _write_curves(
+    file: h5py.File, entries: Sequence[tuple[int, Metrics]], num_users: int | None
+) -> None:
     curves = {name: [] for name in CURVES}
     for _, m in entries:
         values = (
@@ -411,8 +416,9 @@ def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]], num_u
     for name, values in curves.items():
         file[name] = np.array(values, dtype=np.float64)
     file["round"] = np.array([r for r, _ in entries], dtype=np.int64)
-    users = [m.user_accuracy("test") for _, m in entries]
-    file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(-1, num_users)
+    if num_users is not None:
+        users = [m.user_accuracy("test") for _, m in entries]
+        file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(-1, num_users)
 
 
 def write_split(file: h5py.File, split: Split) -> None:
@@ -483,7 +489,7 @@ def summary(paths: Iterable[Path], label: str) -> list[str]:
     for path in paths:
         with h5py.File(path) as file:
             acc = file["rs_glob_acc"][()] * 100
-            users = file["user_test_acc"][-1:] * 100
+            users = file["user_test_acc"][-1:] * 100 if "user_test_acc" in file else np.nan
         if len(acc):
             spread = np.nanstd(users) if np.isfinite(users).any() else np.nan
             rows.append((path, (acc[-1], acc.max(), acc[-10:].mean(), spread)))
