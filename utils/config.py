@@ -92,8 +92,7 @@ class _Dataset(_Choice):
         self.says += ", or a FILE.npz"
 
     def __call__(self, text: str) -> object:
-        # The whole path, so that a recorded run can be repeated from elsewhere.
-        return str(Path(_Text()(text)).resolve()) if is_file(text) else super().__call__(text)
+        return _Path()(text) if is_file(text) else super().__call__(text)
 
 
 class _Flag:
@@ -132,9 +131,19 @@ def _option(default: object, parse: Callable[[str], object], text: str):
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text})
 
 
-def _partition(text: str) -> str:
-    parse(text)
-    return text
+class _Path(_Text):
+    """A path, kept whole, so that a recorded run can be repeated from elsewhere."""
+
+    def __call__(self, text: str) -> str:
+        return str(Path(super().__call__(text)).resolve())
+
+
+class _Partition(_Text):
+    """A scheme and its arguments; what is wrong with them is told in full."""
+
+    def __call__(self, text: str) -> str:
+        parse(text)
+        return super().__call__(text)
 
 
 _STEP = _Number(float, 0)
@@ -176,7 +185,7 @@ class Config:
     split: str = _option("default", _Text(), "default, published, a split file, or a LEAF folder")
     partition: str | None = _option(
         None,
-        _partition,
+        _Partition(),
         "SCHEME[:key=value,...]: draw the split so, unless its file is there "
         "(python -m utils.partition --help)",
     )
@@ -186,7 +195,7 @@ class Config:
         "test data of the global model: the users' test parts, or the data set's official ones",
     )
     data_dir: str | None = _option(
-        None, _Text(), "folder of the data set's own files (default: in data/)"
+        None, _Path(), "folder of the data set's own files (default: in data/)"
     )
     normalize: str | None = _option(
         None, _Choice(NORMALIZE), "features (default: by data set; images: pixel or channel)"

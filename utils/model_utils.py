@@ -207,10 +207,10 @@ def _fetch_idx(original: str, folder: Path, missing: list[str]) -> None:
             )
 
 
-def _fetched(label: str, files: str, folder: Path, parts: Callable[[str], list]) -> list:
+def _fetched(label: str, files: str, folder: Path, parts: Callable[[], list]) -> list:
     """Train and test part by one of torchvision's classes; `files`: what to put where else."""
     try:
-        return parts(str(folder))
+        return parts()
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise InputError(
             f"{label} is missing and cannot be downloaded ({_line(error)}); put {files} into"
@@ -224,7 +224,10 @@ def _cifar(name: str, label: str, original: str, manifest: dict, home: Path) -> 
     known = getattr(torchvision.datasets, original)
     files = f"{known.filename} (from {known.url})"
     parts = _fetched(
-        label, files, home, lambda f: [known(f, train=t, download=True) for t in (True, False)]
+        label,
+        files,
+        home,
+        lambda: [known(str(home), train=t, download=True) for t in (True, False)],
     )
     x = np.concatenate([part.data for part in parts]).transpose(0, 3, 1, 2)
     y = np.concatenate([part.targets for part in parts]).astype(np.int64)
@@ -237,7 +240,7 @@ def _svhn(manifest: dict, home: Path) -> Source:
     files = " and ".join(f"{SVHN.split_list[part][1]}" for part in ("train", "test"))
     files += f" (from {os.path.dirname(SVHN.split_list['train'][0])})"
     parts = _fetched(
-        "SVHN", files, home, lambda f: [SVHN(f, split=s, download=True) for s in ("train", "test")]
+        "SVHN", files, home, lambda: [SVHN(home, split=s, download=True) for s in ("train", "test")]
     )
     x = np.concatenate([part.data for part in parts])
     y = np.concatenate([part.labels for part in parts]).astype(np.int64)
@@ -247,12 +250,11 @@ def _svhn(manifest: dict, home: Path) -> Source:
 def _emnist(name: str, part: str, manifest: dict, home: Path) -> Source:
     from torchvision.datasets import EMNIST
 
-    files = f"gzip.zip (from {EMNIST.url}) into EMNIST/raw,"
     parts = _fetched(
         "EMNIST",
-        files,
-        home,
-        lambda f: [EMNIST(f, split=part, train=t, download=True) for t in (True, False)],
+        f"gzip.zip (from {EMNIST.url})",
+        home / "EMNIST" / "raw",
+        lambda: [EMNIST(home, split=part, train=t, download=True) for t in (True, False)],
     )
     # The files hold every image transposed.
     x = np.concatenate([p.data.numpy() for p in parts]).transpose(0, 2, 1)[:, np.newaxis]

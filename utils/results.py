@@ -499,7 +499,8 @@ def summary(paths: Iterable[Path], label: str) -> list[str]:
     lines = [f"{label:<46}" + "".join(f" {head:>15}" for head in heads)]
     for path, values in rows:
         name = f"  repetition {path.stem.rsplit('_', 1)[1]}"
-        lines.append(f"{name:<46}" + "".join(f" {value:15.2f}" for value in values))
+        cells = ["-" if np.isnan(value) else f"{value:.2f}" for value in values]
+        lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
     if len(rows) > 1:
         table = np.array([values for _, values in rows])
         cells = [f"{m:.2f} +- {s:.2f}" for m, s in zip(table.mean(0), std(table), strict=True)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # rows that is held out for testing. Unmentioned in manifests and file names at these values.
 COMMON: dict[str, object] = {"pool": "all", "test": 0.25}
 POOLS = ("all", "train")
-FEDNOVA_ATTEMPTS = 1000
+FEDNOVA_ATTEMPTS = 300
 
 
 @dataclass(frozen=True, eq=False)
