@@ -348,7 +348,7 @@ def read_npz(path: Path) -> Source:
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise InputError(f"dataset {path}: {error.strerror}") from None
     except ValueError as error:
-        why = "holds pickled objects" if "allow_pickle" in str(error) else "not an .npz file"
+        why = "holds pickled objects" if "Object arrays" in str(error) else "not an .npz file"
         raise InputError(f"dataset {path}: {why}, or damaged") from None
     except (AttributeError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError):
         raise InputError(f"dataset {path}: not an .npz file, or damaged") from None
