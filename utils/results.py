@@ -480,6 +480,10 @@ def totals(path: Path) -> str:
     )
 
 
+def _cell(text: str) -> str:
+    return "-" if "nan" in text else text
+
+
 def summary(paths: Iterable[Path], label: str) -> list[str]:
     """Lines of a table, per repetition: last, best on test, mean of the last 10 evaluations.
 
@@ -499,11 +503,13 @@ def summary(paths: Iterable[Path], label: str) -> list[str]:
     lines = [f"{label:<46}" + "".join(f" {head:>15}" for head in heads)]
     for path, values in rows:
         name = f"  repetition {path.stem.rsplit('_', 1)[1]}"
-        cells = ["-" if np.isnan(value) else f"{value:.2f}" for value in values]
+        cells = [_cell(f"{value:.2f}") for value in values]
         lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
     if len(rows) > 1:
         table = np.array([values for _, values in rows])
-        cells = [f"{m:.2f} +- {s:.2f}" for m, s in zip(table.mean(0), std(table), strict=True)]
+        cells = [
+            _cell(f"{m:.2f} +- {s:.2f}") for m, s in zip(table.mean(0), std(table), strict=True)
+        ]
         name = "  mean +- std over repetitions (n-1)"
         lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
     return lines
