@@ -293,7 +293,9 @@ def _synthetic(manifest: dict, home: Path) -> Source:
         start, end = end, end + size
         weight = rng.normal(mean_w[user], 1, (features, classes))
         bias = rng.normal(mean_w[user], 1, classes)
-        drawn = rng.standard_normal((size, features)) * scale + mean_x[user]
+        drawn = rng.standard_normal((size, features))
+        drawn *= scale
+        drawn += mean_x[user]
         x[start:end] = drawn
         y[start:end] = np.argmax(drawn @ weight + bias, axis=1)
     origin = {"users": users, "alpha": alpha, "beta": beta, "seed": seed}
