@@ -25,7 +25,10 @@ FLAT_CHUNK, IMAGE_CHUNK = 8192, 64
 
 @dataclass(frozen=True)
 class Metrics:
-    """Per user and part: how many samples are right, and the summed task loss, (N,) float64."""
+    """Per user and part: how many samples are right, and the summed task loss, (N,) float64.
+
+    A global model that is judged by the official test rows has one entry for its test part.
+    """
 
     correct: dict[str, np.ndarray]
     loss: dict[str, np.ndarray]
@@ -117,24 +120,30 @@ class Tally:
         self.found: list[tuple[int, str, list[Key], Tensor]] = []
 
     def add(self, user: int, models: dict[Key, Params], test_only: Sequence[str] = ()) -> None:
-        """Measure models on one user's data; those called `test_only` not on the train part."""
-        one = slice(user, user + 1)
-        for part in PARTS:
-            wanted = {k: m for k, m in models.items() if part == "test" or k[1] not in test_only}
-            sums = self.evaluator.sums(list(wanted.values()), part, one)
-            self.found.append((user, part, list(wanted), sums[0]))
+        """Measure models on one user's data; those called `test_only` not on the train part.
 
-    def add_everybody(self, models: dict[Key, Params]) -> None:
-        """Measure models on all users' data."""
-        for part in PARTS:
-            sums = self.evaluator.sums(list(models.values()), part)
+        The global model, called "", not on the test part where the official rows judge it.
+        """
+        one = slice(user, user + 1)
+        judged = self.evaluator.data.judging["test"] != "test"
+        for part, without in zip(PARTS, (test_only, [""] if judged else []), strict=True):
+            wanted = {k: m for k, m in models.items() if k[1] not in without}
+            if wanted:
+                sums = self.evaluator.sums(list(wanted.values()), part, one)
+                self.found.append((user, part, list(wanted), sums[0]))
+
+    def add_everybody(self, models: dict[Key, Params], parts: Sequence[str] = PARTS) -> None:
+        """Measure global models on everybody's data, or on the official test rows."""
+        for part in parts:
+            sums = self.evaluator.sums(list(models.values()), self.evaluator.data.judging[part])
             self.found.append((slice(None), part, list(models), sums.movedim(1, 0).contiguous()))
 
     def metrics(self) -> dict[Key, Metrics]:
         """All sums by model; the device is waited for here, once."""
         data = self.evaluator.data
         keys = dict.fromkeys(key for _, _, keys, _ in self.found for key in keys)
-        sums = {key: {part: np.zeros((data.num_users, 2)) for part in PARTS} for key in keys}
+        sizes = {key: data.sizes if key[1] else data.global_sizes for key in keys}
+        sums = {k: {part: np.zeros((len(s[part]), 2)) for part in PARTS} for k, s in sizes.items()}
         values = torch.cat([v.reshape(-1) for *_, v in self.found]).cpu().numpy()
         start = 0
         for users, part, keys, value in self.found:
@@ -146,7 +155,7 @@ class Tally:
             key: Metrics(
                 correct={p: s[:, 0] for p, s in parts.items()},
                 loss={p: s[:, 1] for p, s in parts.items()},
-                sizes=data.sizes,
+                sizes=sizes[key],
             )
             for key, parts in sums.items()
         }

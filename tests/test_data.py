@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from data import generate
-from utils import model_utils, partition
+from utils import model_utils
 from utils.errors import InputError
 from utils.model_utils import (
     Source,
@@ -23,7 +23,8 @@ from utils.model_utils import (
     read_data,
     read_source,
 )
-from utils.partition import Split, check, draw, iid, label_count, published, synthetic, table
+from utils.partition import Split, check, draw, table
+from utils.schemes import Pool, divide, partition_of, published, synthetic, synthetic_sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = ("train", "test")
@@ -51,6 +52,18 @@ def fake_labels(seed: int = 0) -> np.ndarray:
     rng = np.random.RandomState(seed)
     sizes = [120, 280, 200, 150, 250, 190, 210, 160, 240, 200]
     return rng.permutation(np.repeat(np.arange(10), sizes)).astype(np.int64)
+
+
+def label_count(labels, users=20, labels_per_user=2, seed=0) -> Split:
+    return drawn("label_count", labels, users=users, labels_per_user=labels_per_user, seed=seed)
+
+
+def iid(labels, users=20, seed=0) -> Split:
+    return drawn("iid", labels, users=users, seed=seed)
+
+
+def drawn(scheme: str, labels: np.ndarray, **given) -> Split:
+    return divide(Pool("Mnist", labels), partition_of(scheme, given))
 
 
 def tiny(shape: tuple[int, ...] = (1, 4, 4), name: str = "Mnist") -> Source:
@@ -233,7 +246,8 @@ def test_bad_arguments_of_a_scheme_give_one_line(call, line: str) -> None:
 
 HASHES = """
 import numpy as np, random
-from utils.partition import iid, label_count, synthetic, synthetic_sizes
+from tests.test_data import iid, label_count
+from utils.schemes import synthetic, synthetic_sizes
 y = np.arange(3000) * 7 % 10
 n = synthetic_sizes(np.random.RandomState(5), 8).sum()
 print(label_count(y, 13, 3, 5).hash, iid(y, 13, 5).hash, synthetic(np.zeros(n), 8, seed=5).hash)
@@ -256,7 +270,7 @@ def test_the_hash_is_the_same_in_every_process_and_another_for_another_seed() ->
     np.random.seed(9)
     random.seed(9)
     y = np.arange(3000) * 7 % 10
-    sizes = partition.synthetic_sizes(np.random.RandomState(5), 8)
+    sizes = synthetic_sizes(np.random.RandomState(5), 8)
     here = [
         label_count(y, 13, 3, 5).hash,
         iid(y, 13, 5).hash,
@@ -479,7 +493,7 @@ def test_default_split_of_mnist_is_normalised_by_its_train_part(
     mnist: Source, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """68 pixels are constant over the train rows of the default split."""
-    monkeypatch.setitem(model_utils.DATASETS, "Mnist", lambda manifest: mnist)
+    monkeypatch.setitem(model_utils.DATASETS, "Mnist", lambda manifest, home: mnist)
     source, split = read_data("Mnist")
     assert capsys.readouterr().err.count("\n") == 1
     train = np.concatenate(split.train)
@@ -622,9 +636,9 @@ def test_synthetic_arguments_are_checked(change: dict, line: str) -> None:
 @pytest.fixture
 def small(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Mnist and Cifar10 with 2000 samples, in an empty data folder."""
-    monkeypatch.setitem(model_utils.DATASETS, "Mnist", lambda manifest: tiny())
+    monkeypatch.setitem(model_utils.DATASETS, "Mnist", lambda manifest, home: tiny())
     monkeypatch.setitem(
-        model_utils.DATASETS, "Cifar10", lambda manifest: tiny((3, 4, 4), "Cifar10")
+        model_utils.DATASETS, "Cifar10", lambda manifest, home: tiny((3, 4, 4), "Cifar10")
     )
     return place
 
@@ -898,7 +912,7 @@ def data(x: object, y: object, size: int = 2) -> dict:
         (data({"0": 1}, [0, 1]), "user a: x must be a list"),
         (data([1, 2], [0, 1]), "user a: x must be vectors"),
         (data([[1, 2], [3, 4]], [0, 0.5]), "user a: y must be whole numbers in 0..9"),
-        (data([[1, 2], [3, 4]], [0, 10]), "user a: y must be whole numbers in 0..9"),
+        (data([[1, 2], [3, 4]], [0, 10**4]), "user a: y must be whole numbers in 0..9999"),
         (data([[1, 2], [3, 4]], [0, -1]), "user a: y must be whole numbers in 0..9"),
         (data([[1, 2], [3, 4]], [[0], [1]]), "user a: y must be whole numbers in 0..9"),
         (data([[1, 2], [3, 4]], ["0", "1"]), "user a: y must hold numbers only"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from utils.partition import PARTS
 
+OFFICIAL = "official"  # the dataset's own test rows, which are no user's
 STREAMS = {"users": 0, "batches": 1, "adapt": 2, "dropout": 3}
 STREAMS |= {"absent": 4, "stragglers": 5, "epochs": 6, "partial": 7}
 
@@ -35,18 +36,38 @@ def cells(ids: np.ndarray) -> list[tuple[int, int]]:
 class FederatedData:
     """All samples in two tensors: first every user's train part, then every user's test part.
 
+    Where the global model is judged by the dataset's official test rows they follow, as a third
+    part with one size.
     x: (M, *shape), y: (M,). A sample that two users hold is stored for each of them.
     """
 
     def __init__(self, x: Tensor, y: Tensor, sizes: dict[str, np.ndarray]) -> None:
-        """`sizes[part]`: (N,) samples per user, in the order of the rows of x and y."""
+        """`sizes[part]`: (N,) samples per user, in the order of the rows of x and y.
+
+        `sizes["official"]`, (1,), only where there are such rows.
+        """
         self.x, self.y = x.contiguous(), y.contiguous()
-        self.sizes = {part: np.asarray(sizes[part], dtype=np.int64) for part in PARTS}
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate([self.sizes[p] for p in PARTS]))])
+        parts = [p for p in (*PARTS, OFFICIAL) if p in sizes]
+        self.sizes = {part: np.asarray(sizes[part], dtype=np.int64) for part in parts}
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([*self.sizes.values()]))])
         n = self.num_users = len(self.sizes["train"])
-        self.starts = {"train": offsets[:n], "test": offsets[n : 2 * n]}
+        self.starts = {
+            "train": offsets[:n],
+            "test": offsets[n : 2 * n],
+            OFFICIAL: offsets[2 * n : -1],
+        }
         if offsets[-1] != len(x) or len(x) != len(y):
             raise ValueError(f"{len(x)} inputs, {len(y)} labels, {offsets[-1]} samples of users")
+
+    @property
+    def judging(self) -> dict[str, str]:
+        """Which parts give the global model's train and test metrics."""
+        return {"train": "train", "test": OFFICIAL if OFFICIAL in self.sizes else "test"}
+
+    @property
+    def global_sizes(self) -> dict[str, np.ndarray]:
+        """Samples behind the global model's metrics: of each user, or of all official test rows."""
+        return {part: self.sizes[judge] for part, judge in self.judging.items()}
 
     def part(self, name: str, users: slice = slice(None)) -> slice:
         """The rows of consecutive users' train or test parts."""

@@ -18,7 +18,8 @@ from FLAlgorithms.trainmodel.custom import is_custom
 from FLAlgorithms.trainmodel.models import MODELS
 from FLAlgorithms.trainmodel.vision import NORMS
 from utils.errors import InputError, Parser
-from utils.model_utils import DATASETS, NORMALIZE
+from utils.model_utils import DATASETS, NORMALIZE, dataset_name, is_file
+from utils.schemes import Partition, parse
 
 SEMANTICS: dict[str, dict[str, object]] = {
     "paper": {
@@ -96,6 +97,17 @@ class _Model(_Choice):
         return text if is_custom(text) and _Text()(text) else super().__call__(text)
 
 
+class _Dataset(_Choice):
+    """Parses a dataset's name, or the path of a file of arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(DATASETS)
+        self.says += ", or a FILE.npz"
+
+    def __call__(self, text: str) -> object:
+        return _Path()(text) if is_file(text) else super().__call__(text)
+
+
 class _Flag:
     """A switch without a value on the command line, true or false in YAML."""
 
@@ -147,6 +159,21 @@ def _option(default: object, parse: Callable[[str], object], text: str):
     return dataclasses.field(default=default, metadata={"parse": parse, "help": text})
 
 
+class _Path(_Text):
+    """A path, kept whole, so that a recorded run can be repeated from elsewhere."""
+
+    def __call__(self, text: str) -> str:
+        return str(Path(super().__call__(text)).resolve())
+
+
+class _Partition(_Text):
+    """A scheme and its arguments; what is wrong with them is told in full."""
+
+    def __call__(self, text: str) -> str:
+        parse(text)
+        return super().__call__(text)
+
+
 _STEP = _Number(float, 0)
 _COUNT = _Number(int, 1, 10**9)
 
@@ -158,7 +185,7 @@ class Config:
     A switch that is None takes the value that `semantics` gives it (see `resolved`).
     """
 
-    dataset: str = _option("Mnist", _Choice(DATASETS), "data set")
+    dataset: str = _option("Mnist", _Dataset(), "data set, or a FILE.npz of arrays x, y")
     model: str = _option("mclr", _Model(), "model; or FILE.py:Class, your own")
     norm: str | None = _option(
         None, _Choice(NORMS), "what follows convolutions (default: by architecture)"
@@ -202,6 +229,20 @@ class Config:
         "SGD", _Choice(("SGD",)), "kept for old commands; every algorithm brings its own solver"
     )
     split: str = _option("default", _Text(), "default, published, a split file, or a LEAF folder")
+    partition: str | None = _option(
+        None,
+        _Partition(),
+        "SCHEME[:key=value,...]: draw the split so, unless its file is there "
+        "(python -m utils.partition --help)",
+    )
+    test_set: str = _option(
+        "user",
+        _Choice(("user", "global")),
+        "test data of the global model: the users' test parts, or the data set's official ones",
+    )
+    data_dir: str | None = _option(
+        None, _Path(), "folder of the data set's own files (default: in data/)"
+    )
     normalize: str | None = _option(
         None, _Choice(NORMALIZE), "features (default: by data set; images: pixel or channel)"
     )
@@ -285,12 +326,33 @@ class Config:
         if self.bn == "local" and "bn" not in self.server_class.options:
             able = ", ".join(a for a, cls in ALGORITHMS.items() if "bn" in cls.options)
             raise InputError(f"--bn local: not for {self.algorithm}, only for {able}")
+        if self.partition is not None and self.split != "default":
+            raise InputError(
+                f"--partition {self.partition}: it draws a split, so give no --split {self.split}"
+            )
+        if self.test_set == "user" and self.drawn and not self.drawn.arguments["test"]:
+            raise InputError(
+                f"--partition {self.partition}: test=0 leaves nothing to evaluate on, unless with "
+                "--test_set global"
+            )
         self.server_class.check(self)
 
     @property
     def server_class(self):
         """The algorithm's Server subclass."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def dataset_name(self) -> str:
+        """How results call the data: a file's name stands for its path."""
+        return dataset_name(self.dataset)
+
+    @property
+    def drawn(self) -> Partition | None:
+        """`partition` with all its arguments; the official test rows stay out if they judge."""
+        if self.partition is None:
+            return None
+        return parse(self.partition, "train" if self.test_set == "global" else "all")
 
     @property
     def repetitions(self) -> Sequence[int]:
@@ -325,8 +387,8 @@ FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Co
 ALGORITHM_FIELDS = frozenset().union(*(cls.options for cls in ALGORITHMS.values()))
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
 NOT_NUMBERS = frozenset(
-    "times repetition optimizer semantics split gpu block_size threads jobs lockstep state_device "
-    "results_dir save_every save_models resume log_file".split()
+    "times repetition optimizer semantics split partition data_dir gpu block_size threads jobs "
+    "lockstep state_device results_dir save_every save_models resume log_file".split()
 )
 
 
@@ -345,7 +407,7 @@ FILES = {
     "replay": (
         "FILE.h5",
         "run a recorded configuration again and compare (with --num_global_iters, --results_dir, "
-        "--gpu, --block_size, --threads, --eval_every)",
+        "--gpu, --block_size, --threads, --eval_every, --data_dir)",
     ),
 }
 

@@ -17,7 +17,7 @@ from FLAlgorithms.trainmodel.classifier import Classifier, batch_norms, stackabl
 from FLAlgorithms.trainmodel.custom import is_custom, label, pinned
 from FLAlgorithms.trainmodel.models import build_model, usual_norm
 from FLAlgorithms.trainmodel.probe import check_custom, check_stacking, takes_single_samples
-from utils.batches import PARTS, FederatedData
+from utils.batches import OFFICIAL, PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
 from utils.grid import Grid, Run
@@ -67,6 +67,11 @@ class Job:
         return Recorder(self.config, self.split, repetition, facts, progress)
 
 
+def read(config: Config) -> tuple[Source, Split]:
+    """The data and the split that a configuration names."""
+    return read_data(config.dataset, config.split, config.drawn, config.data_dir)
+
+
 def settle(config: Config, source: Source, split: Split) -> Config:
     """The same job with everything spelled out that the options leave to the data."""
     config = config.resolved()
@@ -79,6 +84,8 @@ def settle(config: Config, source: Source, split: Split) -> Config:
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
+    if config.test_set == "global":
+        _check_official(config, source, split)
     norm = None if config.norm == usual_norm(config.model) else config.norm
     return dataclasses.replace(config, model=pinned(config.model), norm=norm)
 
@@ -91,7 +98,8 @@ def prepare(config: Config, source: Source, split: Split) -> Job:
     normalize = config.normalize or default_normalize(source, split)
     model = _model(config, source.shape, source.classes, config.seed)
     _check_model(model, config, source, split)
-    data = federate(source, split, features(source, split, normalize), model.flat)
+    x = features(source, split, normalize)
+    data = federate(source, split, x, model.flat, config.test_set == "global")
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
     return Job(config, source.shape, source.classes, split, data, normalize)
@@ -125,17 +133,43 @@ def _check_model(model: Classifier, config: Config, source: Source, split: Split
         )
 
 
-def federate(source: Source, split: Split, x: np.ndarray, flat: bool = False) -> FederatedData:
-    """The users' samples, in the split's order, as tensors; `flat`: every sample a vector."""
+def _check_official(config: Config, source: Source, split: Split) -> None:
+    """InputError where the official test rows cannot judge, or something would lack test data."""
+    if source.num_train == len(source.y):
+        raise InputError(f"--test_set global: {source.name} has no official test part")
+    if any((rows >= source.num_train).any() for rows in split.train):
+        raise InputError(
+            "--test_set global: the split's train parts hold rows of the official test part; give "
+            "a --partition SCHEME:pool=train"
+        )
+    if config.primary and not any(len(rows) for rows in split.test):
+        raise InputError(
+            f"--test_set global: {config.algorithm}'s personalised models are evaluated on the "
+            "users' own test parts, and the split has none; give a --partition with test > 0"
+        )
+
+
+def federate(
+    source: Source, split: Split, x: np.ndarray, flat: bool = False, official: bool = False
+) -> FederatedData:
+    """The users' samples, in the split's order, as tensors; `flat`: every sample a vector.
+
+    `official`: the dataset's own test rows follow them.
+    """
     users = range(len(split.users))
     rows = {"train": split.train, "test": split.test}
     order = np.concatenate([rows[part][u] for part in PARTS for u in users])
     y = np.concatenate([split.targets(source.y, u, part) for part in PARTS for u in users])
+    sizes = {part: np.array([len(r) for r in rows[part]]) for part in PARTS}
+    if official:
+        extra = np.arange(source.num_train, len(source.y))
+        order, y = np.concatenate([order, extra]), np.concatenate([y, source.y[extra]])
+        sizes[OFFICIAL] = np.array([len(extra)])
     shape = (len(x), -1) if flat else x.shape
     return FederatedData(
         torch.from_numpy(x.reshape(shape)[order]),
         torch.from_numpy(y.astype(np.int64)),
-        {part: np.array([len(r) for r in rows[part]]) for part in PARTS},
+        sizes,
     )
 
 
@@ -152,14 +186,14 @@ class Loader:
     """Data and jobs, kept for the next run that wants the same ones."""
 
     def __init__(self) -> None:
-        self._data: tuple[tuple[str, str], tuple[Source, Split]] | None = None
+        self._data: tuple[tuple, tuple[Source, Split]] | None = None
         self._job: tuple[Config, Job] | None = None
 
     def data(self, config: Config) -> tuple[Source, Split]:
         """The configuration's data set and split."""
-        key = (config.dataset, config.split)
+        key = (config.dataset, config.split, config.partition, config.test_set, config.data_dir)
         if self._data is None or self._data[0] != key:
-            self._data = (key, read_data(*key))
+            self._data = (key, read(config))
         return self._data[1]
 
     def job(self, config: Config) -> Job:
@@ -244,7 +278,7 @@ def _lockstep(config: Config, model: Classifier) -> bool:
 def name_of(config: Config, repetitions: Sequence[int]) -> str:
     """How progress and messages call some repetitions."""
     which = "-".join(str(r) for r in dict.fromkeys((min(repetitions), max(repetitions))))
-    return f"{config.algorithm} {config.dataset} {label(config.model)} [{which}]"
+    return f"{config.algorithm} {config.dataset_name} {label(config.model)} [{which}]"
 
 
 def run_grid(grid: Grid) -> int:

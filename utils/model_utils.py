@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -10,20 +11,23 @@ import os
 import re
 import sys
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from utils.errors import InputError
-from utils.partition import (
-    Split,
-    check,
+from utils.partition import GROUP_NAME, Split, check, draw
+from utils.schemes import (
+    Partition,
+    Pool,
+    divide,
     generator,
-    iid,
-    label_count,
+    partition_of,
     published,
     synthetic,
     synthetic_sizes,
@@ -38,7 +42,9 @@ class Source:
     """All samples of a dataset: x (M, *shape) uint8 or float32, raw; y (M,) int64.
 
     Images are (M, channels, height, width), vectors (M, features). The first `num_train` rows are
-    the official train part (all of them where there is none).
+    the official train part (all of them where there is none). `user`: whose each of the first rows
+    is, where the data tell. `origin`: which data these are, where the name does not tell ("source"
+    in a split's manifest).
     """
 
     name: str
@@ -46,6 +52,8 @@ class Source:
     y: np.ndarray
     classes: int
     num_train: int
+    user: np.ndarray | None = None
+    origin: dict = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,38 +61,49 @@ class Source:
         return self.x.shape[1:]
 
 
-def read_data(dataset: str, split: str = "default") -> tuple[Source, Split]:
-    """The dataset and its split: "default", "published", a .npz file or a folder of LEAF JSON."""
-    _choose(dataset, DATASETS, "dataset")
+def read_data(
+    dataset: str,
+    split: str = "default",
+    partition: Partition | None = None,
+    data_dir: str | None = None,
+) -> tuple[Source, Split]:
+    """The dataset and its split: "default", "published", a .npz file or a folder of LEAF JSON.
+
+    `partition` draws a split, unless its file is there already, in place of the default one.
+    """
+    _choose_dataset(dataset)
+    name = dataset_name(dataset)
+    if partition is not None:
+        return _partitioned(dataset, partition, data_dir)
     if split == "published":
         if dataset != "Mnist":
-            raise InputError(f"split published: exists for Mnist only, not for {dataset}")
-        source = read_source(dataset, {})
+            raise InputError(f"split published: exists for Mnist only, not for {name}")
+        source = read_source(dataset, {}, data_dir)
         return source, published(source.y)
     if split == "default":
-        return _default(dataset)
-    homes = (Path(), ROOT, DATA / dataset / "split")
+        return _default(dataset, data_dir)
+    homes = (Path(), ROOT, DATA / name / "split")
     path = next((p for p in (home / split for home in homes) if p.exists()), None)
     if path is None:
-        there = ", ".join(sorted(p.stem for p in (DATA / dataset / "split").glob("*.npz")))
+        there = ", ".join(sorted(p.stem for p in (DATA / name / "split").glob("*.npz")))
         raise InputError(
             f"split {split}: no such file or folder; beside default and published there are, in "
-            f"data/{dataset}/split: {there or 'none, see data/' + dataset}"
+            f"data/{name}/split: {there or 'none, see data/' + name}"
         )
     if path.is_dir():
         return _read_leaf(dataset, path)
     loaded = Split.load(path)
     made_for = loaded.manifest.get("dataset")
-    if made_for != dataset:
-        raise InputError(f"split {split}: made for dataset {made_for}, not for {dataset}")
-    source = read_source(dataset, loaded.manifest)
+    if made_for != name:
+        raise InputError(f"split {split}: made for dataset {made_for}, not for {name}")
+    source = read_source(dataset, loaded.manifest, data_dir)
     check(loaded, source)
     return source, loaded
 
 
-def read_source(dataset: str, manifest: dict) -> Source:
+def read_source(dataset: str, manifest: dict, data_dir: str | None = None) -> Source:
     """The samples that the rows of a split with this manifest number."""
-    _choose(dataset, DATASETS, "dataset")
+    _choose_dataset(dataset)
     if manifest.get("scheme") == "leaf":
         folder = manifest.get("folder")
         if not isinstance(folder, str) or "\0" in folder:
@@ -93,10 +112,33 @@ def read_source(dataset: str, manifest: dict) -> Source:
         if split.manifest["source"] != manifest.get("source"):
             raise InputError(f"split {folder}: its files have changed since")
         return source
-    return DATASETS[dataset](manifest)
+    if is_file(dataset):
+        source = read_npz(Path(dataset))
+        of = manifest.get("source", source.origin)
+        if of.get("sha256") != source.origin["sha256"]:
+            raise InputError(f"split: made for other contents of {dataset} than it has now")
+        return source
+    home = DATA / HOMES.get(dataset, dataset) if data_dir is None else Path(data_dir)
+    return DATASETS[dataset](manifest, home)
 
 
 # ---- the datasets --------------------------------------------------------------------------------
+
+SHAPES = {
+    "Mnist": (1, 28, 28),
+    "FashionMnist": (1, 28, 28),
+    "EmnistLetters": (1, 28, 28),
+    "EmnistBalanced": (1, 28, 28),
+    "EmnistByclass": (1, 28, 28),
+    "EmnistDigits": (1, 28, 28),
+    "Svhn": (3, 32, 32),
+    "Cifar10": (3, 32, 32),
+    "Cifar100": (3, 32, 32),
+}
+CLASSES = dict.fromkeys(SHAPES, 10) | {"Synthetic": 10, "Cifar100": 100}
+CLASSES |= {"EmnistLetters": 26, "EmnistBalanced": 47, "EmnistByclass": 62}
+HOMES = {name: "Emnist" for name in SHAPES if name.startswith("Emnist")}
+MOST_CLASSES = 10_000  # where the data alone tell: a label beyond is taken for a mistake
 
 MNIST_FILES = {  # in the order of the rows: images and labels, train part first
     "train-images-idx3-ubyte.gz": (60000, 28, 28),
@@ -106,17 +148,20 @@ MNIST_FILES = {  # in the order of the rows: images and labels, train part first
 }
 
 
-def _mnist(manifest: dict) -> Source:
-    folder = DATA / "Mnist" / "raw"
-    missing = [name for name in MNIST_FILES if not (folder / name).exists()]
+def _mnist(name: str, original: str, manifest: dict, home: Path) -> Source:
+    """MNIST or a set of its format; `original`: torchvision's class, which knows where it is."""
+    folders = (home / "raw", home, home / original / "raw")
+    there = (f for f in folders if any((f / file).exists() for file in MNIST_FILES))
+    folder = next(there, folders[0])
+    missing = [file for file in MNIST_FILES if not (folder / file).exists()]
     if missing:
-        _fetch_mnist(folder, missing)
-    arrays = [_read_idx(folder / name, shape) for name, shape in MNIST_FILES.items()]
+        _fetch_idx(original, folder, missing)
+    arrays = [_read_idx(folder / file, shape) for file, shape in MNIST_FILES.items()]
     x = np.concatenate(arrays[0::2])[:, np.newaxis]
     y = np.concatenate(arrays[1::2]).astype(np.int64)
-    if y.max() > 9:
-        raise InputError(f"{shown(folder)}: label {y.max()} is outside 0..9")
-    return Source("Mnist", x, y, 10, len(arrays[0]))
+    if y.max() >= CLASSES[name]:
+        raise InputError(f"{shown(folder)}: label {y.max()} is outside 0..{CLASSES[name] - 1}")
+    return Source(name, x, y, CLASSES[name], len(arrays[0]))
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
@@ -139,24 +184,25 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def _fetch_mnist(folder: Path, missing: list[str]) -> None:
+def _fetch_idx(original: str, folder: Path, missing: list[str]) -> None:
     """Fill gaps by torchvision's downloader, which knows the mirrors and checksums."""
-    from torchvision.datasets import MNIST
+    import torchvision.datasets
     from torchvision.datasets.utils import download_url
 
-    sums = dict(MNIST.resources)
-    folder.mkdir(parents=True, exist_ok=True)
+    known = getattr(torchvision.datasets, original)
+    sums = dict(known.resources)
     for name in missing:
         print(f"{shown(folder / name)} is missing: downloading it", file=sys.stderr)
-        for mirror in MNIST.mirrors:
-            # Beside the target, renamed when whole: an interrupted download leaves nothing.
-            with tempfile.TemporaryDirectory(dir=folder, suffix=".part") as place:
-                try:
+        for mirror in known.mirrors:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                # Beside the target, renamed when whole: an interrupted download leaves nothing.
+                with tempfile.TemporaryDirectory(dir=folder, suffix=".part") as place:
                     download_url(mirror + name, place, name, sums[name])
                     os.replace(Path(place) / name, folder / name)
                     break
-                except (OSError, RuntimeError) as error:
-                    reason = error
+            except (OSError, RuntimeError) as error:
+                reason = error
         else:
             raise InputError(
                 f"{name} is missing and cannot be downloaded ({_line(reason)}); put that file"
@@ -164,43 +210,85 @@ def _fetch_mnist(folder: Path, missing: list[str]) -> None:
             )
 
 
-def _cifar10(manifest: dict) -> Source:
-    from torchvision.datasets import CIFAR10
-
-    folder = DATA / "Cifar10"
+def _fetched(label: str, files: str, folder: Path, parts: Callable[[], list]) -> list:
+    """Train and test part by one of torchvision's classes; `files`: what to put where else."""
     try:
-        parts = [CIFAR10(str(folder), train=train, download=True) for train in (True, False)]
-    except (OSError, RuntimeError, EOFError) as error:
+        return parts()
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise InputError(
-            f"CIFAR-10 is missing and cannot be downloaded ({_line(error)}); put"
-            f" {CIFAR10.filename} (from {CIFAR10.url}) into {shown(folder)}"
+            f"{label} is missing and cannot be downloaded ({_line(error)}); put {files} into"
+            f" {shown(folder)}"
         ) from None
+
+
+def _cifar(name: str, label: str, original: str, manifest: dict, home: Path) -> Source:
+    import torchvision.datasets
+
+    known = getattr(torchvision.datasets, original)
+    files = f"{known.filename} (from {known.url})"
+    parts = _fetched(
+        label,
+        files,
+        home,
+        lambda: [known(str(home), train=t, download=True) for t in (True, False)],
+    )
     x = np.concatenate([part.data for part in parts]).transpose(0, 3, 1, 2)
     y = np.concatenate([part.targets for part in parts]).astype(np.int64)
-    return Source("Cifar10", np.ascontiguousarray(x), y, 10, len(parts[0].data))
+    return Source(name, np.ascontiguousarray(x), y, CLASSES[name], len(parts[0].data))
 
 
-def _synthetic(manifest: dict) -> Source:
+def _svhn(manifest: dict, home: Path) -> Source:
+    from torchvision.datasets import SVHN
+
+    files = " and ".join(f"{SVHN.split_list[part][1]}" for part in ("train", "test"))
+    files += f" (from {os.path.dirname(SVHN.split_list['train'][0])})"
+    parts = _fetched(
+        "SVHN", files, home, lambda: [SVHN(home, split=s, download=True) for s in ("train", "test")]
+    )
+    x = np.concatenate([part.data for part in parts])
+    y = np.concatenate([part.labels for part in parts]).astype(np.int64)
+    return Source("Svhn", np.ascontiguousarray(x), y, CLASSES["Svhn"], len(parts[0].data))
+
+
+def _emnist(name: str, part: str, manifest: dict, home: Path) -> Source:
+    from torchvision.datasets import EMNIST
+
+    parts = _fetched(
+        "EMNIST",
+        f"gzip.zip (from {EMNIST.url})",
+        home / "EMNIST" / "raw",
+        lambda: [EMNIST(home, split=part, train=t, download=True) for t in (True, False)],
+    )
+    # The files hold every image transposed.
+    x = np.concatenate([p.data.numpy() for p in parts]).transpose(0, 2, 1)[:, np.newaxis]
+    y = np.concatenate([p.targets.numpy() for p in parts]).astype(np.int64)
+    if part == "letters":
+        y -= 1  # counted from 1 in the files
+    if not 0 <= y.min() <= y.max() < CLASSES[name]:
+        raise InputError(f"{shown(home)}: EMNIST {part} has labels {y.min()}..{y.max()}")
+    return Source(name, np.ascontiguousarray(x), y, CLASSES[name], len(parts[0].data))
+
+
+def _synthetic(manifest: dict, home: Path) -> Source:
     """Synthetic(alpha, beta); the draws and their order are those of the original generator."""
-    features, classes = 60, 10
+    features, classes = 60, CLASSES["Synthetic"]
     try:
         given = manifest["source"]
         users, seed = int(given["users"]), int(given["seed"])
         alpha, beta = float(given["alpha"]), float(given["beta"])
     except (KeyError, TypeError, ValueError):
         raise InputError("Synthetic: the split's manifest lacks users, alpha, beta, seed") from None
-    for name, value, low, high in (
-        ("alpha", alpha, 0, 1e6),
-        ("beta", beta, 0, 1e6),
-    ):
-        if not low <= value <= high:
-            raise InputError(f"{name} {value}: must be in {low:g}..{high:g}")
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if not 0 <= value <= 1e6:
+            raise InputError(f"{name} {value}: must be in 0..1e+06")
     rng = generator(seed, users)
     sizes = synthetic_sizes(rng, users)
     mean_w = rng.normal(0, alpha, users)
     center = rng.normal(0, beta, users)
     mean_x = np.stack([rng.normal(center[user], 1, features) for user in range(users)])
-    covariance = np.diag(np.arange(1, features + 1) ** -1.2)
+    # What multivariate_normal makes of the covariance diag(j^-1.2), taken apart once.
+    _, variances, axes = np.linalg.svd(np.diag(np.arange(1, features + 1) ** -1.2))
+    scale = np.sqrt(variances) * np.diag(axes)
     x = np.empty((sizes.sum(), features), np.float32)
     y = np.empty(len(x), np.int64)
     end = 0
@@ -208,17 +296,138 @@ def _synthetic(manifest: dict) -> Source:
         start, end = end, end + size
         weight = rng.normal(mean_w[user], 1, (features, classes))
         bias = rng.normal(mean_w[user], 1, classes)
-        drawn = rng.multivariate_normal(mean_x[user], covariance, size)
+        drawn = rng.standard_normal((size, features))
+        drawn *= scale
+        drawn += mean_x[user]
         x[start:end] = drawn
         y[start:end] = np.argmax(drawn @ weight + bias, axis=1)
-    return Source("Synthetic", x, y, classes, len(y))
+    origin = {"users": users, "alpha": alpha, "beta": beta, "seed": seed}
+    return Source("Synthetic", x, y, classes, len(y), origin=origin)
 
 
-DATASETS: dict[str, Callable[[dict], Source]] = {
-    "Mnist": _mnist,
+DATASETS: dict[str, Callable[[dict, Path], Source]] = {
+    "Mnist": partial(_mnist, "Mnist", "MNIST"),
     "Synthetic": _synthetic,
-    "Cifar10": _cifar10,
+    "Cifar10": partial(_cifar, "Cifar10", "CIFAR-10", "CIFAR10"),
+    "FashionMnist": partial(_mnist, "FashionMnist", "FashionMNIST"),
+    "EmnistLetters": partial(_emnist, "EmnistLetters", "letters"),
+    "EmnistBalanced": partial(_emnist, "EmnistBalanced", "balanced"),
+    "EmnistByclass": partial(_emnist, "EmnistByclass", "byclass"),
+    "EmnistDigits": partial(_emnist, "EmnistDigits", "digits"),
+    "Svhn": _svhn,
+    "Cifar100": partial(_cifar, "Cifar100", "CIFAR-100", "CIFAR100"),
 }
+
+# ---- anybody's data ------------------------------------------------------------------------------
+
+ARRAYS = ("x", "y", "x_test", "y_test", "user")
+CHANNELS = (1, 3, 4)  # of images whose channels come last
+
+
+def is_file(dataset: str) -> bool:
+    """Whether a dataset is named by a file of arrays."""
+    return dataset.endswith(".npz")
+
+
+def dataset_name(dataset: str) -> str:
+    """How results and folders call a dataset: its name, or its file's without the ending."""
+    return re.sub(r"[^\w.-]", "-", Path(dataset).stem) if is_file(dataset) else dataset
+
+
+def _choose_dataset(dataset: str) -> None:
+    if not is_file(dataset):
+        _choose(dataset, DATASETS, "dataset")
+
+
+def read_npz(path: Path) -> Source:
+    """Arrays x and y, optionally x_test and y_test (rows after x's), and user (whose a row is)."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            unknown = sorted(set(file.files) - set(ARRAYS))
+            if unknown:
+                raise InputError(f"array {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+            arrays = {name: file[name] for name in file.files}
+        return _source_of(dataset_name(str(path)), arrays)
+    except InputError as error:
+        raise InputError(f"dataset {path}: {error}") from None
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise InputError(f"dataset {path}: {error.strerror}") from None
+    except ValueError as error:
+        why = "holds pickled objects" if "Object arrays" in str(error) else "not an .npz file"
+        raise InputError(f"dataset {path}: {why}, or damaged") from None
+    except (AttributeError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError):
+        raise InputError(f"dataset {path}: not an .npz file, or damaged") from None
+    except (MemoryError, RuntimeError, NotImplementedError, OverflowError) as error:
+        raise InputError(f"dataset {path}: cannot be read ({_line(error)})") from None
+
+
+def _source_of(name: str, arrays: dict[str, np.ndarray]) -> Source:
+    for part in ("", "_test") if {"x_test", "y_test"} & arrays.keys() else ("",):
+        for key in (f"x{part}", f"y{part}"):
+            if key not in arrays:
+                raise InputError(f"array {key} is missing")
+        x, y = arrays[f"x{part}"], arrays[f"y{part}"]
+        arrays[f"x{part}"] = x = _images(x, f"x{part}")
+        arrays[f"y{part}"] = y = _whole(y, f"y{part}")
+        if y.shape != x.shape[:1] or not len(y):
+            raise InputError(
+                f"x{part} has {len(x)} samples, y{part} the shape {y.shape}: must agree"
+            )
+    x, y = arrays["x"], arrays["y"]
+    if "x_test" in arrays:
+        if arrays["x_test"].shape[1:] != x.shape[1:]:
+            raise InputError(
+                f"samples of x_test have shape {arrays['x_test'].shape[1:]}, of x {x.shape[1:]}"
+            )
+        kind = np.result_type(x, arrays["x_test"])
+        x = np.concatenate([x.astype(kind), arrays["x_test"].astype(kind)])
+        y = np.concatenate([y, arrays["y_test"]])
+    if y.max() >= MOST_CLASSES:
+        raise InputError(f"label {y.max()}: must be in 0..{MOST_CLASSES - 1}")
+    num_train, whose = len(arrays["x"]), arrays.get("user")
+    if whose is not None and (
+        whose.shape not in ((num_train,), (len(y),)) or whose.dtype.kind not in "iuU"
+    ):
+        raise InputError(
+            f"user has type {whose.dtype} and shape {whose.shape}: must be a whole number or a text"
+            f" per row of x ({num_train})"
+        )
+    digest = hashlib.sha256(json.dumps([num_train, x.shape, str(x.dtype)]).encode())
+    for array in (x, y) if whose is None else (x, y, whose):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    origin = {"sha256": digest.hexdigest()}
+    return Source(name, x, y, int(y.max()) + 1, num_train, whose, origin)
+
+
+def _images(x: np.ndarray, what: str) -> np.ndarray:
+    """Vectors (M, n), or images (M, C, H, W) made of that, (M, H, W, C) or (M, H, W)."""
+    if x.dtype.kind not in "buif":
+        raise InputError(f"{what} has type {x.dtype}: must be numbers")
+    if x.ndim not in (2, 3, 4) or not x.size:
+        raise InputError(
+            f"{what} has shape {x.shape}: must be (samples, features), (samples, height, width) or"
+            " images with channels"
+        )
+    if x.ndim == 3:
+        x = x[:, np.newaxis]
+    elif x.ndim == 4 and x.shape[3] in CHANNELS and x.shape[1] not in CHANNELS:
+        x = x.transpose(0, 3, 1, 2)
+    if x.dtype != np.uint8:
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32)
+        if not np.isfinite(x).all():
+            raise InputError(f"{what} holds NaN or infinity")
+    return np.ascontiguousarray(x)
+
+
+def _whole(y: np.ndarray, what: str) -> np.ndarray:
+    if y.dtype.kind not in "buif":
+        raise InputError(f"{what} has type {y.dtype}: must be whole numbers")
+    # NaN fails the first comparison.
+    if y.size and not ((y >= 0) & (y < 2**31) & (y == np.floor(y))).all():
+        raise InputError(f"{what} must hold whole numbers >= 0, and no NaN")
+    return y.astype(np.int64)
+
 
 # ---- splits made here ----------------------------------------------------------------------------
 
@@ -227,30 +436,42 @@ DATASETS: dict[str, Callable[[dict], Source]] = {
 class Recipe:
     """How to make a split: a scheme, its default arguments, the file's name."""
 
-    scheme: Callable[..., Split]
+    scheme: str
     name: str
     arguments: dict
 
 
+def _label_count(labels_per_user: int) -> Recipe:
+    name = "niid_{users}users_{labels_per_user}labels_seed{seed}"
+    arguments = {"users": 20, "labels_per_user": labels_per_user, "seed": 0}
+    return Recipe("label_count", name, arguments)
+
+
+# With many classes, 20 users of a few labels each would leave most labels out.
+_DIRICHLET = Recipe(
+    "dirichlet",
+    "dirichlet_{users}users_alpha{alpha}_minimum{minimum}_seed{seed}",
+    {"users": 20, "alpha": 0.1, "minimum": 10, "seed": 0},
+)
 RECIPES = {
-    ("Mnist", "niid"): Recipe(
-        label_count,
-        "niid_{users}users_{labels_per_user}labels_seed{seed}",
-        {"users": 20, "labels_per_user": 2, "seed": 0},
-    ),
-    ("Mnist", "iid"): Recipe(iid, "iid_{users}users_seed{seed}", {"users": 20, "seed": 0}),
+    ("Mnist", "niid"): _label_count(2),
+    ("Mnist", "iid"): Recipe("iid", "iid_{users}users_seed{seed}", {"users": 20, "seed": 0}),
     ("Synthetic", "synthetic"): Recipe(
-        synthetic,
+        "synthetic",
         "synthetic_{alpha}_{beta}_{users}users_seed{seed}",
         {"users": 100, "alpha": 0.5, "beta": 0.5, "seed": 0},
     ),
-    ("Cifar10", "niid"): Recipe(
-        label_count,
-        "niid_{users}users_{labels_per_user}labels_seed{seed}",
-        {"users": 20, "labels_per_user": 3, "seed": 0},
-    ),
+    ("Cifar10", "niid"): _label_count(3),
+    ("FashionMnist", "niid"): _label_count(2),
+    ("EmnistDigits", "niid"): _label_count(2),
+    ("Svhn", "niid"): _label_count(2),
+    ("EmnistLetters", "dirichlet"): _DIRICHLET,
+    ("EmnistBalanced", "dirichlet"): _DIRICHLET,
+    ("EmnistByclass", "dirichlet"): _DIRICHLET,
+    ("Cifar100", "dirichlet"): _DIRICHLET,
 }
-DEFAULTS = {"Mnist": "niid", "Synthetic": "synthetic", "Cifar10": "niid"}
+# The first of each dataset.
+DEFAULTS = {dataset: RECIPES[dataset, kind] for dataset, kind in reversed(RECIPES)}
 
 
 def split_path(dataset: str, kind: str, arguments: dict) -> Path:
@@ -259,49 +480,90 @@ def split_path(dataset: str, kind: str, arguments: dict) -> Path:
     return DATA / dataset / "split" / f"{name}.npz"
 
 
-def make_split(dataset: str, kind: str, arguments: dict) -> tuple[Source, Split]:
+def partition_path(source: Source, partition: Partition) -> Path:
+    """Where the split that a partition of these data gives belongs."""
+    content = source.origin.get("sha256", "")[:8]
+    name = "_".join([partition.stem, *([content] if content else [])])
+    return DATA / source.name / "split" / f"{name}.npz"
+
+
+def make_split(
+    dataset: str, recipe: Recipe, arguments: dict, data_dir: str | None = None
+) -> tuple[Source, Split]:
     """Draw a split by recipe, with the samples it is over."""
-    source = read_source(dataset, {"source": arguments})
-    of = {} if dataset == "Synthetic" else {"dataset": dataset, "classes": source.classes}
-    return source, RECIPES[dataset, kind].scheme(source.y, **arguments, **of)
+    source = read_source(dataset, {"source": arguments}, data_dir)
+    if recipe.scheme == "synthetic":
+        return source, synthetic(source.y, **arguments)
+    return source, divide(Pool.of(source), partition_of(recipe.scheme, arguments), source.origin)
 
 
 def is_default(dataset: str, split: Split) -> bool:
     """Whether this is what `--split default` means, however it was asked for."""
-    arguments = RECIPES[dataset, DEFAULTS[dataset]].arguments
-    manifest = split.manifest
-    return (manifest.get("dataset"), manifest.get("arguments")) == (dataset, arguments)
+    recipe, manifest = DEFAULTS.get(dataset), split.manifest
+    found = [manifest.get(key) for key in ("scheme", "dataset", "arguments")]
+    return recipe is not None and found == [recipe.scheme, dataset, recipe.arguments]
 
 
-def _default(dataset: str) -> tuple[Source, Split]:
-    kind = DEFAULTS[dataset]
-    arguments = RECIPES[dataset, kind].arguments
-    path = split_path(dataset, kind, arguments)
+def undivided(dataset: str, data_dir: str | None = None) -> Source:
+    """The samples of a dataset that no split chooses among (Synthetic: the default's)."""
+    default = DEFAULTS[dataset].arguments if dataset == "Synthetic" else None
+    return read_source(dataset, {"source": default} if default else {}, data_dir)
+
+
+def _partitioned(dataset: str, partition: Partition, data_dir: str | None) -> tuple[Source, Split]:
+    source = undivided(dataset, data_dir)
+    path = partition_path(source, partition)
+    if path.exists():
+        split = Split.load(path)
+        _demand_made(path, split, source.name, partition.scheme, partition.named)
+        check(split, source)
+        return source, split
+    split = divide(Pool.of(source, partition.arguments["pool"]), partition, source.origin)
+    split.save(path)
+    picture = path.with_suffix(".png")
+    draw(split, source.y, picture, source.classes)
+    print(f"split {partition} made: {shown(path)}, picture {picture.name}", file=sys.stderr)
+    return source, split
+
+
+def _default(dataset: str, data_dir: str | None) -> tuple[Source, Split]:
+    if is_file(dataset):
+        source = read_npz(Path(dataset))
+        scheme = "label_count" if source.user is None else "user"
+        # Who brings a test part means it to be kept apart.
+        pool = "train" if source.num_train < len(source.y) else "all"
+        return _partitioned(dataset, partition_of(scheme, {}, pool), data_dir)
+    recipe = DEFAULTS[dataset]
+    path = DATA / dataset / "split" / f"{recipe.name.format(**recipe.arguments)}.npz"
     if not path.exists():
         print(f"{shown(path)} is missing: making this split now", file=sys.stderr)
-        source, split = make_split(dataset, kind, arguments)
+        source, split = make_split(dataset, recipe, recipe.arguments, data_dir)
         split.save(path)
         return source, split
     split = Split.load(path)
-    if not is_default(dataset, split):
-        raise InputError(
-            f"split {shown(path)}: made for {split.manifest.get('dataset')} with "
-            f"{split.manifest.get('arguments')}, the default is {arguments};"
-            " delete it, and it is made anew"
-        )
-    source = read_source(dataset, split.manifest)
+    _demand_made(path, split, dataset, recipe.scheme, recipe.arguments)
+    source = read_source(dataset, split.manifest, data_dir)
     check(split, source)
     return source, split
 
 
-# ---- LEAF-style JSON -----------------------------------------------------------------------------
+def _demand_made(path: Path, split: Split, name: str, scheme: str, arguments: dict) -> None:
+    manifest = split.manifest
+    made = tuple(manifest.get(key) for key in ("dataset", "scheme", "arguments"))
+    if made != (name, scheme, arguments):
+        raise InputError(
+            f"split {shown(path)}: made for {made[0]} with {made[2]} ({made[1]}), expected"
+            f" {arguments} ({scheme}); delete it, and it is made anew"
+        )
 
-GROUP_NAME = re.compile(r"(?!\.+$)[^/\0\ud800-\udfff]+")
-SHAPES = {"Mnist": (1, 28, 28), "Cifar10": (3, 32, 32)}
+
+# ---- LEAF-style JSON -----------------------------------------------------------------------------
 
 
 def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
     """Folder with one train/*.json and one test/*.json; rows: all train samples, then all test."""
+    if is_file(dataset):
+        raise InputError(f"split {folder}: LEAF folders go with named datasets, not with {dataset}")
     contents, sums = {}, {}
     for part in ("train", "test"):
         files = sorted((folder / part).glob("*.json"))
@@ -347,7 +609,9 @@ def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
         tuple(rows.get((name, "test"), nothing) for name in train),
         manifest,
     )
-    return Source(dataset, x, y, 10, len(y)), split
+    # Images have their dataset's classes; vectors are Synthetic's or of any other number.
+    classes = max(CLASSES[dataset], int(y.max()) + 1)
+    return Source(dataset, x, y, classes, len(y)), split
 
 
 def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -362,7 +626,6 @@ def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np
         raise InputError(f"{len(names)} users and {len(sizes)} num_samples, expected as many, >= 1")
     users = {}
     for name, size in zip(names, sizes, strict=True):
-        # Result files use the name as an HDF5 group.
         if not isinstance(name, str) or not GROUP_NAME.fullmatch(name) or name in users:
             raise InputError(f"user {name!r}: must be a unique text without / that is not .")
         entry = data.get(name)
@@ -372,8 +635,9 @@ def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np
         y = _numbers(entry["y"], np.float64, f"user {name}: y")
         if len(x) != len(y) or len(y) != size:
             raise InputError(f"user {name}: {len(x)} x, {len(y)} y, num_samples {size}: must agree")
-        if y.ndim != 1 or (y != np.floor(y)).any() or (y < 0).any() or (y > 9).any():
-            raise InputError(f"user {name}: y must be whole numbers in 0..9")
+        most = CLASSES[dataset] if dataset in SHAPES else MOST_CLASSES
+        if y.ndim != 1 or (y != np.floor(y)).any() or (y < 0).any() or (y >= most).any():
+            raise InputError(f"user {name}: y must be whole numbers in 0..{most - 1}")
         users[name] = (_shaped(x, dataset, name), y.astype(np.int64))
     return users
 
@@ -467,6 +731,7 @@ def features(source: Source, split: Split, normalize: str) -> np.ndarray:
     is held; "published": (std + 0.001) over all samples, test included.
     """
     _choose(normalize, NORMALIZE, "normalize")
+    source = _skewed(source, split)
     if normalize == "none":
         return source.x.astype(np.float32, copy=False)
     mean, factor = NORMALIZE[normalize](source, split)
@@ -475,6 +740,41 @@ def features(source: Source, split: Split, normalize: str) -> np.ndarray:
         part = slice(rows[0], rows[-1] + 1)
         np.multiply(source.x[part] - mean, factor, out=out[part], casting="same_kind")
     return out
+
+
+def _skewed(source: Source, split: Split) -> Source:
+    """The samples as their users see them, where the split gives users an angle and a noise level.
+
+    Noise is keyed by the split's seed and the user; its unit is the standard deviation of all
+    train features. Everybody's rows must be its own.
+    """
+    skew = split.manifest.get("source", {}).get("skew")
+    if not skew:
+        return source
+    mean, variance = _moments(source.x, np.concatenate(split.train))
+    unit = np.sqrt((variance + (mean - mean.mean()) ** 2).mean())
+    x = source.x.astype(np.float32)
+    for user, parts in enumerate(zip(split.train, split.test, strict=True)):
+        rows = np.concatenate(parts)
+        if skew["angle"][user]:
+            x[rows] = _turned(x[rows], skew["angle"][user])
+        level = skew["noise"][user] * unit
+        if level:
+            rng = np.random.RandomState([skew["seed"], user])
+            x[rows] += (level * rng.standard_normal(x[rows].shape)).astype(np.float32)
+    return dataclasses.replace(source, x=x)
+
+
+def _turned(x: np.ndarray, degrees: float) -> np.ndarray:
+    """Images (n, C, H, W) turned about their middle, bilinear, zero where nothing was."""
+    import torch
+    from torch.nn.functional import affine_grid, grid_sample
+
+    height, width = x.shape[2:]
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    turn = torch.tensor([[[cos, -sin * height / width, 0], [sin * width / height, cos, 0]]])
+    grid = affine_grid(turn.expand(len(x), 2, 3).float(), list(x.shape), align_corners=False)
+    return grid_sample(torch.from_numpy(x), grid, align_corners=False).numpy()
 
 
 def _moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from utils.errors import InputError
 from utils.files import open_h5, replacing
+from utils.model_utils import dataset_name
 
 if TYPE_CHECKING:
     from utils.grid import Published
@@ -173,7 +174,7 @@ def _described(attrs: h5py.AttributeManager) -> dict:
     # FILE.py:Class@HASH goes by its class; trainmodel.custom.label would bring torch along.
     model = config["model"].rpartition(":")[2].partition("@")[0]
     return {
-        "config": config | {"model": model},
+        "config": config | {"dataset": dataset_name(config["dataset"]), "model": model},
         "options": tuple(json.loads(attrs["options"])),
         **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition", "status")},
     }

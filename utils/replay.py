@@ -22,8 +22,8 @@ from FLAlgorithms.servers.serverbase import Diverged
 from utils.config import FIELDS, Config, parse_value, say
 from utils.errors import InputError
 from utils.files import open_h5
-from utils.jobs import Job, prepare
-from utils.model_utils import read_data, read_source
+from utils.jobs import Job, prepare, read
+from utils.model_utils import read_source
 from utils.partition import Split, check
 from utils.results import CURVES, SCHEMA, Recorder, check_writable
 
@@ -32,6 +32,7 @@ RENAMED = {"rounds": "num_global_iters", "clients_per_round": "numusers"}
 GOLDEN_MANIFEST = {"scheme": "golden", "dataset": "Mnist"}
 GOLDEN = {"dataset": "Mnist", "semantics": "authors", "normalize": "published"}
 OVERRIDES = ("num_global_iters", "results_dir", "gpu", "block_size", "threads", "eval_every")
+OVERRIDES += ("data_dir",)
 ACCURACIES = {"rs_glob_acc": "test", "rs_train_acc": "train"}
 EARLY = 5  # rounds after which rounding has not grown yet
 LOSSES = {"rs_train_loss": "train", "rs_test_loss": "test"}
@@ -253,9 +254,10 @@ class Line:
 def replay(path: str, given: dict[str, object]) -> int:
     """Print the largest differences; 0 within the bounds, 1 outside."""
     recording = read_recording(path, given)
-    source = read_source(recording.config.dataset, recording.split.manifest)
+    config = recording.config
+    source = read_source(config.dataset, recording.split.manifest, config.data_dir)
     check(recording.split, source)
-    job = prepare(recording.config, source, recording.split)
+    job = prepare(config, source, recording.split)
     _validate(recording, job)
     recorder = None
     if "results_dir" in given:
@@ -331,7 +333,7 @@ def verify(path: str, given: dict[str, object]) -> int:
     """
     recording = read_recording(path, given)
     config = dataclasses.replace(recording.config, num_global_iters=len(recording.selected))
-    job = prepare(config, *read_data(config.dataset, config.split))
+    job = prepare(config, *read(config))
     with tempfile.TemporaryDirectory() as folder:
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, results_dir=folder))
         recorder = job.recorder(recording.repetition, None)

@@ -71,7 +71,7 @@ def identity(config: Config, split: Split) -> dict[str, object]:
 def file_name(config: Config, split: Split, personal: bool) -> str:
     """The name up to the repetition: <Dataset>_<model>_<Algorithm>[_p]_..., without `_<i>.h5`."""
     c = config
-    parts = [c.dataset, label(c.model), c.algorithm + ("_p" if personal else "")]
+    parts = [c.dataset_name, label(c.model), c.algorithm + ("_p" if personal else "")]
     parts += [number(c.learning_rate), number(c.beta), number(c.lamda)]
     parts += [f"{c.numusers}u", f"{c.batch_size}b", str(c.local_epochs)]
     named = name_fields(config)
@@ -133,7 +133,7 @@ class Recorder:
         self.paths = {p: result_path(config, split, p, repetition) for p in (False, True)}
         self.checkpoint_path = checkpoint_path(config, split, repetition)
         self.identity = {name: getattr(config, name) for name in name_fields(config)}
-        self.identity |= identity(config, split)
+        self.identity |= identity(config, split) | {"dataset": config.dataset_name}
         self.facts, self.progress = facts, progress
         self.started, self.clock = datetime.now(timezone.utc), time.monotonic()
         self.saved = -math.inf  # the first round is saved at once, to be looked at
@@ -177,7 +177,8 @@ class Recorder:
         """One plain line per round; the accuracies are the latest that were measured."""
         c = self.config
         line = f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {c.algorithm} "
-        line += f"{c.dataset} {label(c.model)} repetition={self.repetition} round={round_number}"
+        line += f"{c.dataset_name} {label(c.model)} repetition={self.repetition} "
+        line += f"round={round_number}"
         if self.main:
             t, m = self.main[-1]
             line += f" evaluated={t} test_accuracy={m.accuracy('test'):.6f}"
@@ -257,7 +258,7 @@ class Recorder:
         with self._judging():
             _demand_like(server, self.server.checkpoint(self.run))
             done = server["round"]
-            main = _unpack(checkpoint["main"], [""], data.sizes)
+            main = _unpack(checkpoint["main"], [""], data.global_sizes)
             personal = _unpack(checkpoint["personal"], names, data.sizes)
             selected = [s.numpy() for s in checkpoint["selected"]]
             init = {n: v.numpy() for n, v in checkpoint["init"].items()}
@@ -288,7 +289,9 @@ class Recorder:
         written = [paths[False]]
         with atomic_h5(written[0]) as file:
             self._attributes(file, status, "global", self.paths[True])
-            _write_curves(file, self.main, len(self.split.users))
+            # The official test rows, where they judge, are nobody's.
+            users = len(self.split.users) if self.config.test_set == "user" else None
+            _write_curves(file, self.main, users)
             width = max((len(s) for s in self.selected), default=0)
             rows = np.full((len(self.selected), width), -1, dtype=np.int32)
             for row, who in zip(rows, self.selected, strict=True):
@@ -334,6 +337,7 @@ class Recorder:
                 "data_hash": self.split.hash,
                 "manifest": json.dumps(self.split.manifest),
                 "evaluates": evaluates,
+                "test_set": "user" if evaluates != "global" else config.test_set,
                 "repetition": self.repetition,
                 "partner": partner.name,
                 "work": json.dumps(
@@ -419,7 +423,9 @@ def _write_group(file: h5py.File, group: str, values: dict[str, np.ndarray]) -> 
         file[f"{group}/{name}"] = value
 
 
-def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]], num_users: int) -> None:
+def _write_curves(
+    file: h5py.File, entries: Sequence[tuple[int, Metrics]], num_users: int | None
+) -> None:
     curves = {name: [] for name in CURVES}
     for _, m in entries:
         values = (
@@ -433,8 +439,9 @@ def _write_curves(file: h5py.File, entries: Sequence[tuple[int, Metrics]], num_u
     for name, values in curves.items():
         file[name] = np.array(values, dtype=np.float64)
     file["round"] = np.array([r for r, _ in entries], dtype=np.int64)
-    users = [m.user_accuracy("test") for _, m in entries]
-    file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(-1, num_users)
+    if num_users is not None:
+        users = [m.user_accuracy("test") for _, m in entries]
+        file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(-1, num_users)
 
 
 def write_split(file: h5py.File, split: Split) -> None:
@@ -510,6 +517,10 @@ def totals(path: Path) -> str:
         )
 
 
+def _cell(text: str) -> str:
+    return "-" if "nan" in text else text
+
+
 def summary(paths: Iterable[Path], label: str) -> list[str]:
     """Lines of a table, per repetition: last, best on test, mean of the last 10 evaluations.
 
@@ -519,7 +530,7 @@ def summary(paths: Iterable[Path], label: str) -> list[str]:
     for path in paths:
         with open_h5(path) as file:
             acc = file["rs_glob_acc"][()] * 100
-            users = file["user_test_acc"][-1:] * 100
+            users = file["user_test_acc"][-1:] * 100 if "user_test_acc" in file else np.nan
         if len(acc):
             spread = np.nanstd(users) if np.isfinite(users).any() else np.nan
             rows.append((path, (acc[-1], acc.max(), acc[-10:].mean(), spread)))
@@ -529,10 +540,13 @@ def summary(paths: Iterable[Path], label: str) -> list[str]:
     lines = [f"{label:<46}" + "".join(f" {head:>15}" for head in heads)]
     for path, values in rows:
         name = f"  repetition {path.stem.rsplit('_', 1)[1]}"
-        lines.append(f"{name:<46}" + "".join(f" {value:15.2f}" for value in values))
+        cells = [_cell(f"{value:.2f}") for value in values]
+        lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
     if len(rows) > 1:
         table = np.array([values for _, values in rows])
-        cells = [f"{m:.2f} +- {s:.2f}" for m, s in zip(table.mean(0), std(table), strict=True)]
+        cells = [
+            _cell(f"{m:.2f} +- {s:.2f}") for m, s in zip(table.mean(0), std(table), strict=True)
+        ]
         name = "  mean +- std over repetitions (n-1)"
         lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
     return lines

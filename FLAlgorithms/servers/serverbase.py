@@ -437,7 +437,12 @@ class Server:
             self._hand_over(tally)
 
     def _tally(self) -> Tally | None:
-        return Tally(self.evaluator) if self._due() else None
+        if not self._due():
+            return None
+        tally = Tally(self.evaluator)
+        if self.data.judging["test"] != "test" and self._due(last=True):
+            tally.add_everybody(self._globals(), ("test",))  # by no user's turn
+        return tally
 
     def _look_at(self, user: User, tally: Tally | None, keep: bool) -> None:
         """Evaluate the block's personalised models, and w_t in the same pass; keep the last."""
