@@ -1,5 +1,6 @@
 """Result files: names, contents, averages, crash safety, replay of our own files."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from FLAlgorithms.servers import ALGORITHMS
 from tests.toys import run_main
 from utils.config import Config
 from utils.errors import InputError
-from utils.files import BLOCK, atomic_h5, open_h5, replacing, sealed
+from utils.files import BLOCK, atomic_h5, open_h5, replacing, seal
 from utils.partition import Split
 from utils.progress import Progress, Watch
 from utils.results import average, file_name, number
@@ -57,7 +58,8 @@ def changed(path: Path):
     """A result file to alter; its checksum fits again afterwards."""
     with h5py.File(path, "r+") as file:
         yield file
-    path.write_bytes(sealed(path.read_bytes()[BLOCK:]))
+    image = path.read_bytes()[BLOCK:]
+    path.write_bytes(seal(hashlib.sha256(image).hexdigest()) + image)
 
 
 def files(out: Path, pattern: str) -> list[Path]:

@@ -65,15 +65,13 @@ def atomic_h5(path: Path) -> Iterator[h5py.File]:
             yield file
             file.flush()
             image = file.id.get_file_image()
-        beside.write_bytes(sealed(image))
+        with beside.open("wb") as out:
+            out.write(seal(hashlib.sha256(image).hexdigest()))
+            out.write(image)
 
 
-def sealed(image: bytes) -> bytes:
-    """An HDF5 file with its checksum before it."""
-    return _seal(hashlib.sha256(image).hexdigest()) + image
-
-
-def _seal(digest: str) -> bytes:
+def seal(digest: str) -> bytes:
+    """The block before an HDF5 file whose bytes have this sha256 (hex)."""
     return f"sha256 of all bytes from {BLOCK} on: {digest}\n".encode().ljust(BLOCK, b"\0")
 
 
@@ -91,7 +89,7 @@ def open_h5(path: Path) -> Iterator[h5py.File]:
             head, digest = raw.read(BLOCK), hashlib.sha256()
             while piece := raw.read(2**20):
                 digest.update(piece)
-        if not head.startswith(HDF5) and head != _seal(digest.hexdigest()):
+        if not head.startswith(HDF5) and head != seal(digest.hexdigest()):
             raise ValueError("its checksum does not fit")
         with h5py.File(path) as file:
             yield file
