@@ -222,7 +222,7 @@ OTHER = {
     **{"inner_weight_decay": 0.5, "theta_start": "warm", "personal": None, "hessian": "exact"},
     **{"participation": "sampled", "hf_delta": None, "peravg_update": "two_step", "mu": 0.5},
     **{"adapt": None, "momentum": 0.5, "server_momentum": 0.5, "server_learning_rate": 0.5},
-    **{"scaffold_option": 1, "eval_every": None, "dtype": None, "tf32": None},
+    **{"scaffold_option": 1, "eval_every": None, "dtype": None, "tf32": None, "test_set": None},
 }
 
 
