@@ -275,7 +275,7 @@ OTHER = {
     **{"adapt": None, "momentum": 0.5, "server_momentum": 0.5, "server_learning_rate": 0.5},
     **{"stragglers": 0.7, "local_epochs_range": (1, 2), "user_dropout": 0.5},
     **{"finetune_steps": None, "scaffold_option": 1, "eval_every": None, "dtype": None},
-    **{"tf32": None, "norm": None, "pretrained": None, "bn": None},
+    **{"tf32": None, "norm": None, "pretrained": None, "bn": None, "test_set": None},
 }
 
 
