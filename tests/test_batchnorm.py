@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import main
 from FLAlgorithms.servers import ALGORITHMS
+from FLAlgorithms.servers.serverbase import WORK
 from FLAlgorithms.trainmodel.classifier import BATCH_NORMS
 from FLAlgorithms.trainmodel.models import build_model
 from tests.test_models import NET, custom
@@ -228,7 +229,7 @@ def test_the_statistics_are_counted_among_the_bytes():
     down, up = {}, {}
     for bn in ("aggregate", "local"):
         server = watched(federation("FedAvg", bn=bn, num_global_iters=1))[0]
-        *_, down[bn], up[bn] = (server.work[0] / 4).tolist()
+        down[bn], up[bn] = (server.work[0, WORK.index(f"bytes_{w}")] / 4 for w in ("down", "up"))
     params = sum(p.numel() for p in server.params) * 8
     affine = 2 * (6 + 16) * 8
     statistics = affine + 2 * 8  # and two counters
@@ -269,7 +270,7 @@ def test_a_last_sample_joins_the_minibatch_before(size, batch, seed):
 def test_merging_is_for_batchnorm_alone():
     for norm, expected in (("batch", [2, 1, 1, 3, 1, 1, 2]), ("group", [3, 1, 1, 3, 2, 1, 2])):
         server = federation("FedAvg", norm=norm)
-        assert server.planner.num_steps(np.arange(N)).tolist() == expected
+        assert server.planner.num_steps(np.arange(N), 0).tolist() == expected
         assert server.block_size == 0
     assert federation("FedAvg", norm="group", block_size=3).block_size == 3
     assert federation("FedAvg", block_size=3).block_size == 0

@@ -41,7 +41,7 @@ def test_every_algorithm_runs_and_is_drawn(algorithm, leaf, capsys):
         assert ends == ["0.h5", "1.h5", "avg.h5"]
     said = capsys.readouterr().out
     assert "best on test" in said
-    trained = 5 if algorithm == "pFedMe" else 2
+    trained = 5 if algorithm in ("pFedMe", "Local") else 2
     assert f"  per round: 2 selected, {trained} trained, " in said
     figure = leaf.parent / "figure.png"
     assert main_plot.main([str(out), "--out", str(figure)]) == 0

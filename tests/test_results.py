@@ -24,7 +24,11 @@ from utils.partition import Split
 from utils.progress import Progress, Watch
 from utils.results import average, file_name, number
 
-DEFAULT = {"dataset": "Mnist", "arguments": {"users": 20, "labels_per_user": 2, "seed": 0}}
+DEFAULT = {
+    "scheme": "label_count",
+    "dataset": "Mnist",
+    "arguments": {"users": 20, "labels_per_user": 2, "seed": 0},
+}
 SPLIT = Split(("a",), (np.arange(3),), (np.arange(3, 5),), DEFAULT)
 OTHER = Split(("a",), (np.arange(4),), (np.arange(4, 5),), {"dataset": "Mnist"})
 THIRD = Split(("a",), (np.arange(2),), (np.arange(4, 5),), {"dataset": "Mnist"})

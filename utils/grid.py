@@ -85,9 +85,12 @@ def _single(node: yaml.MappingNode, where: str) -> dict[str, object]:
     sections = [pair for pair in node.value if pair[0].value in [*collection.KEYS]]
     rest = [pair for pair in node.value if pair not in sections]
     translated = collection.translate(sections, where, say) if sections else {}
-    return {
+    own = _options(yaml.MappingNode(node.tag, rest), where)
+    if twice := own.keys() & translated.keys():
+        raise InputError(f"{where}: {min(twice)} is given twice")
+    return own | {
         name: parse_value(name, text, f"{where}: {key}") for name, (text, key) in translated.items()
-    } | _options(yaml.MappingNode(node.tag, rest), where)
+    }
 
 
 def _options(node: yaml.Node, where: str) -> dict[str, object]:

@@ -43,7 +43,17 @@ SWITCHES |= {"peravg_update", "adapt", "shared_init"}
 APART = {"dataset", "model", "algorithm", "num_global_iters"}
 # These change no numbers.
 SETUP = {"times", "repetition", "optimizer", "gpu", "block_size", "threads", "results_dir"}
-SETUP |= {"save_every", "save_models", "jobs", "lockstep", "state_device", "resume", "log_file"}
+SETUP |= {
+    "partition",
+    "data_dir",
+    "save_every",
+    "save_models",
+    "jobs",
+    "lockstep",
+    "state_device",
+    "resume",
+    "log_file",
+}
 # Okabe and Ito's colours without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("", "s", "^", "v", "D", "P")

@@ -380,8 +380,9 @@ def _unpack(
     _demand_like(rounds, [0] * len(rounds))
     _demand(packed["models"].keys() == (set(names) if rounds else set()))
     for _, rows in models:
-        like = torch.empty(len(rounds), 2, len(sizes["train"]), dtype=torch.float64)
-        _demand_like(rows, dict.fromkeys(PARTS, like), finite=False)
+        shapes = {part: (len(rounds), 2, len(sizes[part])) for part in PARTS}
+        like = {part: torch.empty(shape, dtype=torch.float64) for part, shape in shapes.items()}
+        _demand_like(rows, like, finite=False)
     return [
         (
             r,
@@ -460,7 +461,9 @@ def status(path: Path) -> str:
     if not path.exists():
         return ""
     with open_h5(path) as file:
-        for name, dims in (*((name, 1) for name in CURVES), ("user_test_acc", 2)):
+        # Where the official test rows judge, users have no accuracy of their own.
+        users = {"user_test_acc": 2} if "user_test_acc" in file else {}
+        for name, dims in (dict.fromkeys(CURVES, 1) | users).items():
             values, rounds = file[name], len(file["round"])
             if values.ndim != dims or values.dtype.kind != "f" or len(values) != rounds:
                 raise ValueError(f"{name} has not one entry per evaluated round")

@@ -127,7 +127,7 @@ class Server:
         states = self.user_class.state.items()
         self.bank = {name: [p.to(place) for p in self._bank(kind)] for name, kind in states}
         # A personalised model that outlives its round needs the statistics it was trained with.
-        kept = self.buffers if self.personal_at == "trained" else self.private
+        kept = self.private or (self.buffers if self.personal_at == "trained" else [])
         if kept:
             self.bank["own"] = [t.to(place) for t in self._for_everyone(kept)]
         self.setup()
@@ -380,15 +380,15 @@ class Server:
         plan, runs = user.plan, len(self.repetitions)
         calls = user.calls / max(len(plan.rows), 1)  # gradients of each local step
         users = user.ids.size // runs
-        reported = self._reported(user).reshape(runs, -1).sum(-1)
+        # Who has nothing to report is sent nothing either.
+        reported = bool(uploads) * self._reported(user).reshape(runs, -1).sum(-1)
         steps = plan.steps.reshape(runs, -1).sum(-1)
         samples = plan.counts.sum((0, 1)).reshape(runs, -1).sum(-1)
         extra = _bytes(self.buffers) - _bytes(self.private)
         sent = [p for ps in (self.params, *payload.values()) for p in ps]
-        # Who has nothing to report is sent nothing either.
         down = bool(uploads) * (_bytes(sent) // runs + extra)
         received = [t for ps in uploads.values() for t in ([ps] if isinstance(ps, Tensor) else ps)]
-        up = bool(uploads) * (_bytes(received) // max(user.ids.size, 1) + extra)
+        up = _bytes(received) // max(user.ids.size, 1) + extra
         self.work += np.stack(
             [
                 np.zeros_like(steps),
