@@ -91,6 +91,12 @@ def test_lockstep_repetitions_equal_runs_alone(algorithm, model, unit, semantics
     assert_repetitions_alone(algorithm, model, lockstep, **options)
 
 
+def test_lockstep_users_one_at_a_time():
+    """`--block_size 0` asks for the reference engine, which knows no repetitions side by side."""
+    lockstep = together("pFedMe", "dnn", (0, 2), block_size=0)
+    assert_repetitions_alone("pFedMe", "dnn", lockstep)
+
+
 VARIANTS = [
     ("PerAvg", {"hessian": "exact"}),
     ("PerAvg", {"hessian": "hf"}),

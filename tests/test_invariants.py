@@ -242,7 +242,7 @@ class WithBuffers(Classifier):
         return self.fc1(self.norm(x))
 
 
-@EVERY
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a != "Local"])
 def test_float_buffers_are_averaged_and_integer_ones_copied(algorithm):
     config = Config(
         algorithm=algorithm, batch_size=4, numusers=2, num_global_iters=1, local_epochs=3,

@@ -27,7 +27,7 @@ def _dataset(text: str, given: dict[str, str]) -> str:
 
 
 def _model(text: str, given: dict[str, str]) -> str:
-    return getattr(models, "ALIASES", {}).get(text, text)
+    return models.ALIASES.get(text, text)
 
 
 def _partition(text: str, given: dict[str, str]) -> str:

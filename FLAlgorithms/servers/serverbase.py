@@ -118,7 +118,8 @@ class Server:
         self.pause: Callable[[], None] = lambda: None  # called between rounds; may raise
         self.work = np.zeros((len(models), len(WORK)), dtype=np.int64)
         self.failed: dict[int, str] = {}  # row of a repetition that diverged: what happened
-        self.block_size = _block_size(config, self.model, data.num_users, len(models))
+        size = _block_size(config, self.model, data.num_users, len(models))
+        self.block_size = max(size, 1) if together else size
         self._step_overhead = STEP_OVERHEAD / (len(models) * count_parameters(self.model))
         self.evaluator = Evaluator(self.model, data)
         self._users: dict[tuple, User] = {}
