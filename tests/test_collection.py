@@ -8,18 +8,13 @@ import yaml
 
 import main
 from FLAlgorithms.servers import ALGORITHMS
-from FLAlgorithms.trainmodel.models import MODELS
 from utils.collection import KEYS, translate
-from utils.config import FIELDS, notices
+from utils.config import notices
 from utils.errors import InputError
 from utils.grid import read_grid
 
 FILE = Path(main.__file__).parent / "config" / "collection.yaml"
 WHOLE = FILE.read_text(encoding="utf-8")
-complete = pytest.mark.skipif(
-    not {"partition", "test_set"} <= FIELDS.keys() or "lenet" not in MODELS,
-    reason="this version has no --partition, --test_set or LeNet yet",
-)
 
 
 def translated(text: str) -> tuple[dict[str, str], list[str]]:
@@ -32,7 +27,7 @@ def translated(text: str) -> tuple[dict[str, str], list[str]]:
 
 def test_the_example_is_translated_with_its_meaning():
     found, told = translated(WHOLE)
-    assert found.pop("model") == ("lenet" if "lenet" in MODELS else "LeNet")
+    assert found.pop("model") == "lenet"
     assert found == {
         **{"numusers": "100", "seed": "1", "dataset": "Mnist", "num_global_iters": "10"},
         "partition": "round_robin:users=100,labels_per_user=2,seed=1,pool=train,test=0",
@@ -101,7 +96,6 @@ def test_half_a_file_is_refused(tmp_path, capsys):
     assert "client lacks fed_algo" in capsys.readouterr().err
 
 
-@complete
 def test_the_command_line_wins_and_own_keys_stand_beside(tmp_path, capsys):
     path = tmp_path / "job.yaml"
     path.write_text(WHOLE + "mu: 0.1\n")
@@ -117,7 +111,6 @@ def test_the_command_line_wins_and_own_keys_stand_beside(tmp_path, capsys):
         read_grid(str(path), {})
 
 
-@complete
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -135,7 +128,6 @@ def test_bad_values_name_the_key_of_the_file(change, message, tmp_path, capsys):
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
 
 
-@complete
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_is_accepted_without_momentum(algorithm):
     (run,) = read_grid(str(FILE), {"algorithm": algorithm, "momentum": 0.0}).runs

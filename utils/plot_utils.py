@@ -436,7 +436,7 @@ def draw(
 ) -> Figure:
     """Test accuracy and train loss over the rounds, the legend below.
 
-    `published`: values to mark in the accuracy panel, in the colour of the curve they belong to.
+    `published`: values to mark in the accuracy panel.
     """
     columns = 2 if max(len(curve.label) for curve in curves) <= 60 else 1
     legend_rows = -(-len(curves) // columns)
@@ -506,7 +506,7 @@ def _plot(axes: Axes, curve: Curve, quantity: str, unit: float, style: dict) -> 
 def _mark(axes: Axes, told: "Published", colour: str, last: int) -> None:
     if told.curve:
         points = [point for point in sorted(told.curve.items()) if point[0] <= last]
-        axes.plot(*zip(*points, strict=True), "x", color=colour, markersize=6, zorder=3)
+        axes.plot(*zip(*points, strict=True), "x", color="black", markersize=6, zorder=3)
     if told.best:
         axes.errorbar(1.02 * last, *told.best, fmt="_", color=colour, markersize=14, capsize=3)
 
