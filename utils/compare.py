@@ -108,7 +108,7 @@ def markdown(grid: Grid, curves: Sequence[Curve], published: Mapping[Key, Publis
         for row in rows(curves, published)
     ]
     parts = [
-        f"# {grid.title}",
+        f"# {grid.title or Path(grid.path).stem}",
         f"`python main.py --config {grid.path}`, then `python main_plot.py --config {grid.path}`",
         "Test accuracy in percent, mean +- std over n repetitions (n-1); difference: ours minus "
         "published, best round on test; within 2 std: of both deviations combined.",

@@ -61,7 +61,7 @@ def read_grid(path: str | None, over: Mapping[str, object]) -> Grid:
     where = f"--config {path}"
     node = read_yaml(path)
     if "runs" not in (key.value for key, _ in node.value):
-        return Grid("", (_run(_single(node, where) | over),))
+        return Grid("", (_run(_single(node, where) | over),), path)
     top = yaml_items(node, ("title", "defaults", "runs"), where)
     title = top.get("title")
     if not isinstance(title, yaml.ScalarNode) or not title.value.strip():
