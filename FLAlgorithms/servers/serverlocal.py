@@ -17,7 +17,7 @@ class Local(Server):
 
     user_class = UserLocal
     options = ("momentum", "save_models")
-    unread = ("numusers", "weighting")
+    unread = ("numusers", "weighting", "user_dropout")
     personal_at = "trained"
 
     def round(self) -> None:
