@@ -163,8 +163,8 @@ def test_option_names_are_those_of_the_config():
     from utils.config import NOT_NUMBERS, SWITCHES
 
     assert set(SWITCHES) == plots.SWITCHES
-    # These two tell configurations apart in a label.
-    assert NOT_NUMBERS - {"semantics", "split"} == plots.SETUP
+    # These tell configurations apart in a label.
+    assert NOT_NUMBERS - {"semantics", "split", "partition"} == plots.SETUP
 
 
 def test_a_switch_is_named_unless_the_semantics_imply_it(tmp_path):

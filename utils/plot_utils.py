@@ -44,7 +44,6 @@ APART = {"dataset", "model", "algorithm", "num_global_iters"}
 # These change no numbers.
 SETUP = {"times", "repetition", "optimizer", "gpu", "block_size", "threads", "results_dir"}
 SETUP |= {
-    "partition",
     "data_dir",
     "save_every",
     "save_models",
