@@ -10,7 +10,7 @@ run: .venv/run.done
 test: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # The stamp lies inside .venv, so deleting .venv installs again, and so does a changed list.
 .venv/run.done: requirements.txt
