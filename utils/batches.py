@@ -136,8 +136,7 @@ def cut(
     """Minibatches number start .. start + count - 1 of endless passes over `size` samples.
 
     Returns positions (count, widest), -1 pads shorter minibatches. With `rng` every pass has an
-    order of its own, without it file order. `merge`: see
-    `batches_per_pass`.
+    order of its own, without it file order. `merge`: see `batches_per_pass`.
     """
     if not size or not count:
         return np.full((count, batch), -1)

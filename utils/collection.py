@@ -7,12 +7,12 @@ that and everything else, and the official test part judges the global model.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 
 import yaml
 
 from FLAlgorithms.trainmodel import models
+from utils.config import yaml_items, yaml_text
 from utils.errors import InputError
 from utils.model_utils import DATASETS
 
@@ -72,20 +72,11 @@ def translate(
     """
     given: dict[str, str] = {}
     for name, section in sections:
-        if not isinstance(section, yaml.MappingNode):
-            raise InputError(f"{where}: {name.value} must hold lines `key: value`")
         allowed = [*KEYS[name.value], *WITHOUT_EFFECT[name.value]]
-        for node, value in section.value:
-            key = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
-                raise InputError(f"{where}: unknown key {key!r} in {name.value}; {hint}")
-            if key in given:
-                raise InputError(f"{where}: {key} is given twice")
-            if not isinstance(value, yaml.ScalarNode) or value.value in ("", "null", "~"):
-                raise InputError(f"{where}: {key} needs a single value")
-            given[key] = value.value
+        items = yaml_items(section, allowed, where, name.value)
+        if twice := items.keys() & given.keys():  # where the section itself is there twice
+            raise InputError(f"{where}: {min(twice)} is given twice")
+        given |= {key: yaml_text(key, value, where) for key, value in items.items()}
     found = {option: (text, option) for option, text in ALWAYS.items()}
     for section, keys in KEYS.items():
         for key, (option, convert) in keys.items():

@@ -11,14 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
 from utils.errors import InputError
 from utils.files import replacing
 from utils.grid import Grid, Published
 from utils.jobs import Loader, is_whole, settle
-from utils.plot_utils import Curve, Key, evaluated, make_curves, read_run, with_beside
-from utils.results import result_path
+from utils.plot_utils import (
+    Curve,
+    Key,
+    evaluated,
+    last_and_best,
+    make_curves,
+    read_run,
+    with_beside,
+)
+from utils.results import result_path, std
 
 ROUNDS = (0, 1, 10, 50, 100, 200, 400, 600)  # and the last
 
@@ -78,18 +84,12 @@ def rows(curves: Sequence[Curve], published: Mapping[Key, Published]) -> list[Ro
     """A row per curve, in the figure's order."""
     made = []
     for curve in curves:
-        accuracy = 100 * curve.values["test_acc"]
         told = published.get(curve.key)
-        best = np.fmax.reduce(accuracy, axis=1)
-        last = accuracy[:, -1]
-        spread = [float(v.std(ddof=1)) if len(v) > 1 else 0.0 for v in (best, last)]
-        mean, std = told.best if told and told.best else (None, None)
-        made.append(
-            Row(
-                *(curve.algorithm, evaluated(curve), curve.options, curve.repetitions),
-                *(float(best.mean()), spread[0], float(last.mean()), spread[1], mean, std),
-            )
-        )
+        last, best = last_and_best(curve)
+        ours = [float(figure) for v in (best, last) for figure in (v.mean(), std(v))]
+        theirs = told.best if told and told.best else (None, None)
+        about = (curve.algorithm, evaluated(curve), curve.options, curve.repetitions)
+        made.append(Row(*about, *ours, *theirs))
     return made
 
 
@@ -127,15 +127,20 @@ def _along(
     shown = [*(t for t in ROUNDS if t < last - 1), last - 1, last]
     lines = []
     for curve in curves:
-        mean = dict(zip(curve.rounds.tolist(), 100 * curve.mean("test_acc"), strict=True))
+        mean = _by_round(curve)
         known = published[curve.key].curve if curve.key in published else {}
         cells = []
         for t in shown:
-            ours = f"{mean[t]:.2f}" if t in mean else "-"
+            ours = f"{100 * mean[t]:.2f}" if t in mean else "-"
             cells.append(f"{ours} -> {known[t]:.2f}" if t in known else ours)
         name = ", ".join(filter(None, (curve.algorithm, curve.options)))
         lines.append((name, evaluated(curve), *cells))
     return ("method", "evaluated model", *(f"round {t}" for t in shown)), lines
+
+
+def _by_round(curve: Curve) -> dict[int, float]:
+    """Mean test accuracy, a fraction."""
+    return dict(zip(curve.rounds.tolist(), curve.mean("test_acc").tolist(), strict=True))
 
 
 def _pm(mean: float, std: float) -> str:
@@ -164,7 +169,7 @@ def write(
     with replacing(paths[2]) as part, open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["round", *(curve.label for curve in curves)])
-        means = [dict(zip(c.rounds.tolist(), c.mean("test_acc"), strict=True)) for c in curves]
+        means = [_by_round(curve) for curve in curves]
         for t in sorted(set().union(*means)):
             writer.writerow([t, *(f"{mean[t]:.5f}" if t in mean else "" for mean in means)])
     return paths

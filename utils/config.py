@@ -448,17 +448,25 @@ def read_yaml(path: str) -> yaml.MappingNode:
     return node
 
 
-def yaml_items(node: yaml.Node, known: Iterable[str], where: str) -> dict[str, yaml.Node]:
-    """A mapping's values by key; raises InputError for keys that are unknown or given twice."""
+def yaml_items(
+    node: yaml.Node, known: Iterable[str], where: str, section: str = ""
+) -> dict[str, yaml.Node]:
+    """A mapping's values by key; raises InputError for keys that are unknown or given twice.
+
+    Of a `section` the message says which one it is, and what it may hold.
+    """
     if not isinstance(node, yaml.MappingNode):
-        raise InputError(f"{where}: must hold lines `key: value`")
+        what = f"{section} " if section else ""
+        raise InputError(f"{where}: {what}must hold lines `key: value`")
+    inside = f" in {section}" if section else ""
+    valid = f"there are {', '.join(known)}" if section else "see python main.py --help"
     found = {}
     for name, value in node.value:
         key = name.value if isinstance(name, yaml.ScalarNode) else "a list or mapping"
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "; see python main.py --help"
-            raise InputError(f"{where}: unknown key {key!r}{hint}")
+            hint = f"did you mean {near[0]}?" if near else valid
+            raise InputError(f"{where}: unknown key {key!r}{inside}; {hint}")
         if key in found:
             raise InputError(f"{where}: {key} is given twice")
         found[key] = value
@@ -468,10 +476,15 @@ def yaml_items(node: yaml.Node, known: Iterable[str], where: str) -> dict[str, y
 def yaml_option(key: str, node: yaml.Node, where: str) -> object:
     """An option's value in a YAML file; raises InputError."""
     parts = node.value if is_pair(key, node) else [node]
-    scalars = all(isinstance(part, yaml.ScalarNode) for part in parts)
-    if not scalars or any(part.value in ("", "null", "~") for part in parts):
+    text = " ".join(yaml_text(key, part, where) for part in parts)
+    return parse_value(key, text, f"{where}: {key}")
+
+
+def yaml_text(key: str, node: yaml.Node, where: str) -> str:
+    """A single value's text; raises InputError for anything else."""
+    if not isinstance(node, yaml.ScalarNode) or node.value in ("", "null", "~"):
         raise InputError(f"{where}: {key} needs a single value")
-    return parse_value(key, " ".join(part.value for part in parts), f"{where}: {key}")
+    return node.value
 
 
 def is_pair(key: str, node: yaml.Node) -> bool:

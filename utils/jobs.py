@@ -363,11 +363,8 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
             written = recorder.save(ended)
             if ended != "finished":
                 why = server.failed.get(run, ended)
-                name, files = (
-                    name_of(job.config, [recorder.repetition]),
-                    ", ".join(map(str, written)),
-                )
-                say(f"{name}: {why}; what was measured is in {files}")
+                name, files = name_of(job.config, [recorder.repetition]), map(str, written)
+                say(f"{name}: {why}; what was measured is in {', '.join(files)}")
     return int(bool(server.failed))
 
 

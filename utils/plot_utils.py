@@ -392,8 +392,7 @@ def table(curves: list[Curve], target: float) -> str:
 
 def _row(curve: Curve, target: float) -> tuple[str, ...]:
     accuracy = 100 * curve.values["test_acc"]
-    # fmax, because a diverged run may end in NaN.
-    figures = (accuracy[:, -1], np.fmax.reduce(accuracy, axis=1), accuracy[:, -10:].mean(axis=1))
+    figures = (*last_and_best(curve), accuracy[:, -10:].mean(axis=1))
     reached = np.flatnonzero(curve.mean("test_acc") >= target)
     return (
         curve.algorithm,
@@ -404,6 +403,13 @@ def _row(curve: Curve, target: float) -> tuple[str, ...]:
         *map(_mean_std, figures),
         str(curve.rounds[reached[0]]) if len(reached) else "-",
     )
+
+
+def last_and_best(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Each repetition's last test accuracy and its best one, in percent."""
+    accuracy = 100 * curve.values["test_acc"]
+    # fmax, because a diverged run may end in NaN.
+    return accuracy[:, -1], np.fmax.reduce(accuracy, axis=1)
 
 
 def _mean_std(figures: np.ndarray) -> str:

@@ -66,9 +66,9 @@ class Server:
     them in lockstep, each in a row of its own. Ids are (*lead, number of users).
 
     `options`: the Config fields the algorithm reads beyond the common ones, `unread`: common ones
-    that it does not read. `overrides`: its own
-    defaults of the semantics' switches. `personal_at`: when personalised models are evaluated,
-    "start" (adapted from w_t before training) or "trained" (as they come out of local training).
+    that it does not read. `overrides`: its own defaults of the semantics' switches.
+    `personal_at`: when personalised models are evaluated, "start" (adapted from w_t before
+    training) or "trained" (as they come out of local training).
     `drops_stragglers`: who could not do all its work does not report; else partial work counts.
     `step_options`: what to look at when a run diverges, the likeliest first. `state`: attributes of
     the server, lists of global tensors, that survive rounds.
