@@ -84,15 +84,15 @@ def _compare(args: argparse.Namespace, rest: list[str]) -> int:
 
     options, _ = parse_command_line(rest)
     grid = read_grid(str(args.config), options | {"results_dir": str(args.results_dir)})
-    curves, published = compare.read_grid_results(grid)
+    comparison = compare.read_grid_results(grid)
     stem = (args.out or args.results_dir / args.config.stem).with_suffix("")
     figure = args.out or stem.with_name(stem.name + ".png")
-    plots.save(plots.draw(curves, grid.title, published), figure)
-    tables = compare.write(grid, curves, published, stem)
+    plots.save(plots.draw(comparison.curves, grid.title, comparison.published), figure)
+    tables = compare.write(comparison, stem)
     print(tables[0].read_text(encoding="utf-8"))
     print(f"figure: {figure}\ntables: {', '.join(map(str, tables))}")
     if args.csv:
-        plots.write_csv(args.csv, curves)
+        plots.write_csv(args.csv, comparison.curves)
         print(f"curves: {args.csv}")
     return 0
 

@@ -111,7 +111,7 @@ def test_what_is_finished_is_kept(grid, tmp_path, capsys):
     assert len(names) == 4 * 2 * 3
     before = {path.name: path.stat().st_mtime_ns for path in files(out, "*_[01].h5")}
     assert main.main(["--config", str(grid)]) == 0
-    assert "8 finished repetitions are kept" in capsys.readouterr().err
+    assert "finished and kept: 8 repetitions" in capsys.readouterr().err
     assert before == {path.name: path.stat().st_mtime_ns for path in files(out, "*_[01].h5")}
     (out / names[0]).unlink()
     assert main.main(["--config", str(grid), "--times", "2"]) == 0
@@ -178,11 +178,28 @@ def test_the_comparison_says_what_is_within_reach(grid, tmp_path, capsys):
         (94.0, 0.03, 94.11, 0.04, "outside"),
         (94.0, 0.0, 93.9, 0.05, "within 2 std"),
         (94.0, 0.0, None, None, "not published"),
+        (94.0, None, 94.10, 0.04, "within 2 std"),
+        (94.0, None, 94.12, 0.04, "outside"),
     ],
 )
 def test_verdicts(ours, std, published, published_std, verdict):
     row = Row("FedAvg", "global", "", "10", ours, std, ours, std, published, published_std)
     assert row.verdict == verdict
+
+
+def test_a_comparison_names_what_is_missing(grid, tmp_path, capsys):
+    assert main.main(["--config", str(grid)]) == 0
+    capsys.readouterr()
+    words = ["--config", str(grid), "--results_dir", str(tmp_path / "out")]
+    for path in files(tmp_path / "out", "*_1.h5"):
+        path.unlink()
+    assert main_plot.main(words) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"Not finished: 4 of 8 repetitions, first Synthetic_\S+_1.h5\n", shown)
+    # One repetition has no standard deviation; the other "+-" are the published values'.
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| pFedMe | ")]
+    assert rows
+    assert all(re.fullmatch(r"\d+\.\d\d", cell) for row in rows for cell in row[4:6])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -403,6 +403,11 @@ def test_axes_follow_the_data(tmp_path):
     low, high = accuracy.get_ylim()
     assert low <= 1 and 99 < high < 100 and "log scale" in accuracy.get_ylabel()
     assert loss.get_yscale() == "log" and loss.get_ylim()[0] < 0.01 and loss.get_ylim()[1] > 0.99
+    # The first percent of a long curve may leave the accuracy panel, nothing later does.
+    rise = np.where(np.arange(800) < 8, 0.1, np.linspace(0.8, 0.9, 800))
+    assert 70 < plots.draw(curves(write(path, rise))).axes[0].get_ylim()[0] < 80
+    rise[8] = 0.2
+    assert plots.draw(curves(write(path, rise))).axes[0].get_ylim()[0] < 20
     # Losses 1 - accuracy: up to 1e30 and then infinite.
     exploded = write(tmp_path / "b_0.h5", [0.2, -1e30, -np.inf], status="diverged", beta=4)
     loss = plots.draw(curves(write(path, [0.2, 0.3, 0.4]), exploded)).axes[1]

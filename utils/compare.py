@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import numpy as np
+
 from utils.errors import InputError
 from utils.files import replacing
 from utils.grid import Grid, Published
@@ -29,40 +31,51 @@ from utils.results import result_path, std
 ROUNDS = (0, 1, 10, 50, 100, 200, 400, 600)  # and the last
 
 
-def read_grid_results(grid: Grid) -> tuple[list[Curve], dict[Key, Published]]:
-    """The curves of all finished repetitions, and what was published of each.
+@dataclass(frozen=True)
+class Comparison:
+    """A grid's finished repetitions as curves, and what was published of each."""
 
-    Raises InputError where nothing is finished.
-    """
-    runs, published, loader = [], {}, Loader()
+    grid: Grid
+    curves: Sequence[Curve]
+    published: Mapping[Key, Published]
+    unfinished: str = ""  # a sentence, where repetitions are missing
+
+
+def read_grid_results(grid: Grid) -> Comparison:
+    """What is finished of a grid; raises InputError where nothing is."""
+    runs, published, missing, loader = [], {}, [], Loader()
     for run in grid.runs:
         source, split = loader.data(run.config)
         config = settle(run.config, source, split)
         # Where nobody uploads anything the global model is the initial one.
         kinds = [False] * bool(config.server_class.user_class.uploads)
-        for personal in kinds + [True] * bool(config.primary):
-            paths = [result_path(config, split, personal, i) for i in config.repetitions]
+        kinds += [True] * bool(config.primary)
+        for i in config.repetitions:
+            paths = [result_path(config, split, personal, i) for personal in kinds]
             found = [read_run(path) for path in paths if is_whole(path)]
+            missing += paths[:1] * (len(found) < len(paths))
             runs += found
             for one in found:
                 published |= {(one.identity, m): told for m, told in run.published.items()}
     if not runs:
         raise InputError(f"--config {grid.path}: no finished results; run main.py with it first")
-    return with_beside(make_curves(runs)), published
+    count = sum(len(run.config.repetitions) for run in grid.runs)
+    told = [f"Not finished: {len(missing)} of {count} repetitions, first {p.name}" for p in missing]
+    return Comparison(grid, with_beside(make_curves(runs)), published, *told[:1])
 
 
 @dataclass(frozen=True)
 class Row:
-    """Test accuracies in percent, over repetitions; std with n-1."""
+    """Test accuracies in percent, over repetitions; std with n-1, None for a single one."""
 
     algorithm: str
     evaluates: str
     options: str
     repetitions: str
     best: float
-    best_std: float
+    best_std: float | None
     last: float
-    last_std: float
+    last_std: float | None
     published: float | None
     published_std: float | None
 
@@ -73,39 +86,48 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether the difference is within two combined standard deviations."""
+        """Whether the difference is within two combined standard deviations.
+
+        A single repetition is taken to scatter as the published ones do.
+        """
         if self.published is None:
             return "not published"
-        limit = 2 * math.hypot(self.best_std, self.published_std)
+        own = self.published_std if self.best_std is None else self.best_std
+        limit = 2 * math.hypot(own, self.published_std)
         return "within 2 std" if abs(self.difference) <= limit else "outside"
 
 
-def rows(curves: Sequence[Curve], published: Mapping[Key, Published]) -> list[Row]:
+def rows(comparison: Comparison) -> list[Row]:
     """A row per curve, in the figure's order."""
     made = []
-    for curve in curves:
-        told = published.get(curve.key)
+    for curve in comparison.curves:
+        told = comparison.published.get(curve.key)
         last, best = last_and_best(curve)
-        ours = [float(figure) for v in (best, last) for figure in (v.mean(), std(v))]
+        ours = [figure for v in (best, last) for figure in (float(v.mean()), _spread(v))]
         theirs = told.best if told and told.best else (None, None)
         about = (curve.algorithm, evaluated(curve), curve.options, curve.repetitions)
         made.append(Row(*about, *ours, *theirs))
     return made
 
 
-def markdown(grid: Grid, curves: Sequence[Curve], published: Mapping[Key, Published]) -> str:
+def _spread(values: np.ndarray) -> float | None:
+    return float(std(values)) if len(values) > 1 else None
+
+
+def markdown(comparison: Comparison) -> str:
     """Title, the table with verdicts, and the test accuracies along the curves."""
+    grid = comparison.grid
     head = ("method", "evaluated model", "options", "n", "best on test", "last")
     head += ("published best", "difference", "verdict")
     table = [
         (
             *(row.algorithm, row.evaluates, row.options or "-", row.repetitions),
             *(_pm(row.best, row.best_std), _pm(row.last, row.last_std)),
-            "-" if row.published is None else _pm(row.published, row.published_std),
+            _pm(row.published, row.published_std),
             "-" if row.difference is None else f"{row.difference:+.2f}",
             row.verdict,
         )
-        for row in rows(curves, published)
+        for row in rows(comparison)
     ]
     parts = [
         f"# {grid.title or Path(grid.path).stem}",
@@ -114,14 +136,15 @@ def markdown(grid: Grid, curves: Sequence[Curve], published: Mapping[Key, Publis
         "published, best round on test; within 2 std: of both deviations combined.",
         _table(head, table),
         "Along the curves (mean over the repetitions; after the arrow the published value):",
-        _table(*_along(curves, published)),
+        _table(*_along(comparison)),
     ]
+    if comparison.unfinished:
+        parts.append(comparison.unfinished)
     return "\n\n".join(parts) + "\n"
 
 
-def _along(
-    curves: Sequence[Curve], published: Mapping[Key, Published]
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _along(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    curves, published = comparison.curves, comparison.published
     last = max(int(curve.rounds[-1]) for curve in curves)
     # A personalised curve ends one round before the global one.
     shown = [*(t for t in ROUNDS if t < last - 1), last - 1, last]
@@ -143,8 +166,10 @@ def _by_round(curve: Curve) -> dict[int, float]:
     return dict(zip(curve.rounds.tolist(), curve.mean("test_acc").tolist(), strict=True))
 
 
-def _pm(mean: float, std: float) -> str:
-    return f"{mean:.2f} +- {std:.2f}"
+def _pm(mean: float | None, std: float | None) -> str:
+    if mean is None:
+        return "-"
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} +- {std:.2f}"
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -152,24 +177,22 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in marked)
 
 
-def write(
-    grid: Grid, curves: Sequence[Curve], published: Mapping[Key, Published], stem: Path
-) -> list[Path]:
+def write(comparison: Comparison, stem: Path) -> list[Path]:
     """Write STEM.md, STEM.csv and STEM_curves.csv; returns them."""
     paths = [stem.with_name(stem.name + end) for end in (".md", ".csv", "_curves.csv")]
     with replacing(paths[0]) as part:
-        part.write_text(markdown(grid, curves, published), encoding="utf-8")
+        part.write_text(markdown(comparison), encoding="utf-8")
     names = [f.name for f in fields(Row)] + ["difference", "verdict"]
     with replacing(paths[1]) as part, open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(names)
-        for row in rows(curves, published):
+        for row in rows(comparison):
             values = [getattr(row, name) for name in names]
             writer.writerow([f"{v:.4f}" if isinstance(v, float) else v for v in values])
     with replacing(paths[2]) as part, open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["round", *(curve.label for curve in curves)])
-        means = [_by_round(curve) for curve in curves]
+        writer.writerow(["round", *(curve.label for curve in comparison.curves)])
+        means = [_by_round(curve) for curve in comparison.curves]
         for t in sorted(set().union(*means)):
             writer.writerow([t, *(f"{mean[t]:.5f}" if t in mean else "" for mean in means)])
     return paths

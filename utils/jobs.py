@@ -290,7 +290,7 @@ def run_grid(grid: Grid) -> int:
     plans = [Plan.of(run, many, loader) for run in grid.runs]
     tasks = [task for plan in plans for task in plan.tasks]
     if kept := sum(plan.kept for plan in plans):
-        say(f"{kept} finished repetitions are kept")
+        say(f"finished and kept: {kept} repetition{'s' * (kept > 1)}")
     started = time.monotonic()
     try:
         code = _run_tasks(tasks, grid.title, loader) if tasks else 0

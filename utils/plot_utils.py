@@ -443,7 +443,7 @@ def draw(
 
     `published`: values to mark in the accuracy panel.
     """
-    columns = 2 if max(len(curve.label) for curve in curves) <= 60 else 1
+    columns = 2 if max(len(curve.label) for curve in curves) <= 66 else 1
     legend_rows = -(-len(curves) // columns)
     figure = Figure(figsize=(10, 4.1 + 0.2 * legend_rows), layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True)
@@ -493,7 +493,8 @@ def _style(curve: Curve, index: int) -> dict:
         "marker": shape or ("o" if len(curve.rounds) == 1 else ""),
         "markevery": max(1, len(curve.rounds) // 10),
         "markersize": 5,
-        "linewidth": 1.4,
+        "linewidth": 0.9 if curve.beside else 1.4,
+        "alpha": 0.7 if curve.beside else 1.0,
         "label": curve.label,
     }
 
@@ -517,10 +518,17 @@ def _mark(axes: Axes, told: "Published", colour: str, last: int) -> None:
 
 
 def _fit_accuracy(axes: Axes, means: list[np.ndarray]) -> None:
-    """Log scale of the error where a linear axis would press the upper curves together."""
-    errors = 100 - 100 * _finite(means)
+    """Log scale of the error where a linear axis would press the upper curves together.
+
+    The first percent of a long curve's evaluations may leave the panel below.
+    """
+    errors = 100 - 100 * _finite([mean[len(mean) // 100 :] for mean in means])
     least = min(errors[errors > 0], default=np.inf) / 1.2
-    if not np.isfinite(least) or errors.max() <= WIDE * least:
+    if not np.isfinite(least):
+        return
+    if errors.max() <= WIDE * least:
+        margin = 0.05 * np.ptp(errors) + 0.1
+        axes.set_ylim(100 - errors.max() - margin, 100 - errors.min() + margin)
         return
 
     def forward(accuracy: np.ndarray) -> np.ndarray:
