@@ -222,6 +222,37 @@ def test_every_config_runs_and_is_drawn(path, tmp_path):
     assert list(tmp_path.glob("*.png"))
 
 
+def table_rows(path: Path) -> list[list[str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+
+
+def reference_rows(name: str) -> list[list[str]]:
+    """A reference table without its head: n, best, last, published, difference, verdict."""
+    rows = table_rows(ROOT / "results" / "reference" / f"{name}.md")
+    return [row[3:9] for row in rows if len(row) == 9][2:]
+
+
+def test_the_documents_quote_the_reference_results():
+    """Table 1, the disjoint split, and the hyper-parameters, as `main_plot.py` wrote them."""
+    told = table_rows(ROOT / "docs" / "REPRODUCTION.md")
+    cells = [row for row in told if len(row) == 7 and row[-1] in ("within 2 std", "outside")]
+    assert len(cells) == 16
+    short = [row for row in table_rows(ROOT / "README.md") if len(row) == 5]
+    for data, _, n, ours, published, difference, verdict in cells:
+        found = reference_rows(data.lower().replace(" ", "_") + "_finetuned")
+        assert [n, ours, published, difference, verdict] in [r[:2] + r[3:] for r in found]
+        assert any(f"{ours[:5]} / {published[:5]}" in row for row in short)
+    disjoint = {tuple(row[1:3]) for row in reference_rows("mnist_mclr_disjoint")}
+    at = told.index(["method", "best on test", "last"])
+    assert {tuple(row[1:]) for row in told[at + 2 : at + 10]} == disjoint
+    quoted = [row for row in told if len(row) == 2 and "=" in row[1]]
+    assert len(quoted) == 5
+    for name, row in zip(("R", "K", "lambda", "batch", "beta"), quoted, strict=True):
+        lasts = {cells[2] for cells in reference_rows(f"figure_{name}")}
+        assert set(re.findall(r"\d\d\.\d\d", row[1])) <= lasts
+
+
 def test_the_reference_curves_are_the_stored_ones(shared):
     """Ten repetitions against the mean curves that come with the authors' code.
 
