@@ -77,14 +77,27 @@ PINNED = {
     "label_count": "0506085f04ae8757",
     "round_robin": "99ad95d325db122c",
     "shards": "74dffbb67c74a0a9",
-    "dirichlet": "c27fb3a60c7170f8",
+    "dirichlet": "1beea197a9b172e8",
     "fednova": "fa7291dbf3d793b0",
-    "quantity": "84b60e7782e46876",
-    "lognormal": "7790926f82e2920b",
+    "quantity": "f14fde70a6001c7a",
+    "lognormal": "a987eae4c53082b4",
     "feature": "57fd30ca1d06f740",
     "similarity": "0d19fb0af007ce64",
     "user": "994a28a1c6da9bd8",
 }
+
+
+def test_shares_are_rounded_and_favour_nobody() -> None:
+    tiny = np.full(5, 1e-12)
+    sizes = schemes._sizes(np.concatenate([tiny, [0.3, 0.7], tiny]) / (1 + 1e-11), 1000)
+    assert sizes.tolist() == [0] * 5 + [300, 700] + [0] * 5
+    # With a small alpha nobody's place tells how many labels it holds.
+    held = np.zeros(10)
+    for seed in range(40):
+        arguments = {"users": 10, "alpha": 0.02, "minimum": 1, "seed": seed}
+        split = divide(POOL, partition_of("dirichlet", arguments))
+        held += (split.counts(LABELS, 10) > 0).sum(1)
+    assert abs(held[-1] - held[:-1].mean()) < 3 * held[:-1].std(ddof=1)
 
 
 @pytest.mark.parametrize("scheme", PARTITIONS)

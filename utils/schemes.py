@@ -393,7 +393,8 @@ def _dirichlet(rng: np.random.RandomState, alpha: float, users: int) -> np.ndarr
 
 def _sizes(share: np.ndarray, total: int) -> np.ndarray:
     """Whole numbers that add to `total`, within one of share * total."""
-    ends = np.floor(np.cumsum(share) * total).astype(np.int64)
+    # Rounded, not cut off: that would give the last user what all the others lose.
+    ends = np.rint(np.cumsum(share) * total).astype(np.int64)
     ends[-1] = total
     return np.diff(np.minimum(ends, total), prepend=0)
 
