@@ -29,7 +29,8 @@ def _parser(job: bool) -> Parser:
         help="the results of this job, beside what was published: figure, and the table as "
         "RESULTS_DIR/NAME.md and .csv; takes the options that main.py was given with it",
     )
-    add("--results_dir", type=Path, default=Path("results"), help="default: %(default)s")
+    where = "the config's own, or results" if job else "the only FOLDER that is named, or results"
+    add("--results_dir", type=Path, help=f"default: {where}")
     add(
         "--out",
         type=Path,
@@ -44,8 +45,14 @@ def _parser(job: bool) -> Parser:
 def _place(args: argparse.Namespace, group: tuple[str, str], several: bool) -> Path:
     name = "_".join(filter(None, group))
     if args.out is None:
-        return args.results_dir / f"{name}.png"
+        return _home(args) / f"{name}.png"
     return args.out.with_stem(f"{args.out.stem}_{name}") if several else args.out
+
+
+def _home(args: argparse.Namespace) -> Path:
+    """Where results are looked for, and figures go, unless `--out` says."""
+    folder = args.paths[0] if len(args.paths) == 1 and args.paths[0].is_dir() else Path("results")
+    return args.results_dir or folder
 
 
 def _run(argv: list[str] | None) -> int:
@@ -61,7 +68,7 @@ def _run(argv: list[str] | None) -> int:
     if job:
         return _compare(args, rest)
     wanted = {key: getattr(args, key) for key in FILTERS if getattr(args, key)}
-    runs = plots.select(plots.read_runs(args.paths or [args.results_dir]), wanted, args.only)
+    runs = plots.select(plots.read_runs(args.paths or [_home(args)]), wanted, args.only)
     curves = plots.make_curves(runs)
     groups = {key: list(members) for key, members in groupby(curves, key=lambda c: c.group)}
     print(f"{plots.meaning(args.target)}\n")
@@ -83,9 +90,12 @@ def _compare(args: argparse.Namespace, rest: list[str]) -> int:
     from utils.grid import read_grid
 
     options, _ = parse_command_line(rest)
-    grid = read_grid(str(args.config), options | {"results_dir": str(args.results_dir)})
+    if args.results_dir:
+        options |= {"results_dir": str(args.results_dir)}
+    grid = read_grid(str(args.config), options)
     comparison = compare.read_grid_results(grid)
-    stem = (args.out or args.results_dir / args.config.stem).with_suffix("")
+    home = Path(grid.runs[0].config.results_dir)
+    stem = args.out.with_suffix("") if args.out else home / args.config.stem
     figure = args.out or stem.with_name(stem.name + ".png")
     plots.save(plots.draw(comparison.curves, grid.title, comparison.published), figure)
     tables = compare.write(comparison, stem)

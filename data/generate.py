@@ -107,6 +107,7 @@ def _partition(argv: Sequence[str] | None) -> int:
     split = divide(Pool.of(source, chosen.arguments["pool"]), chosen, source.origin)
     _write(source, split, path)
     how = f"--partition {chosen}" if output is None else f"--split {shown(path)}"
+    how += "" if data_dir is None else f" --data_dir {data_dir}"
     print(f"use it:  python main.py --dataset {dataset} {how}")
     return 0
 

@@ -53,7 +53,11 @@ def test_names_of_data_sets(theirs, ours):
     assert translated(WHOLE.replace("MNIST", theirs))[0]["dataset"] == ours
 
 
-@pytest.mark.parametrize("key", ["num_worker", "momentum", "res_root"])
+def test_mu_is_a_client_s_key_too():
+    assert translated(WHOLE + "  mu: 0.1\n")[0]["mu"] == "0.1"
+
+
+@pytest.mark.parametrize("key", ["num_worker", "momentum", "res_root", "mu"])
 def test_keys_that_may_be_missing(key):
     found, told = translated(re.sub(f" *{key}:.*\n", "", WHOLE))
     option = {**KEYS["system"], **KEYS["client"]}.get(key, ("",))[0]
@@ -74,6 +78,7 @@ BAD = [
     (("num_local_class: 2", "num_local_class: two"), "num_local_class 'two': not -1 .all classes"),
     (("num_local_class: 2", "num_local_class: 0"), "num_local_class '0': not -1"),
     (("num_local_class: 2", "num_local_class: 2,pool=all"), "num_local_class '2,pool=all': not -1"),
+    (("dataset: MNIST", "dataset: EMNIST"), "dataset 'EMNIST': not one of EmnistLetters, Emn"),
     (("client:\n", "client: 3\nsystem:\n"), "client must hold lines `key: value`"),
 ]
 

@@ -495,7 +495,7 @@ def test_default_split_of_mnist_is_normalised_by_its_train_part(
     """68 pixels are constant over the train rows of the default split."""
     monkeypatch.setitem(model_utils.DATASETS, "Mnist", lambda manifest, home: mnist)
     source, split = read_data("Mnist")
-    assert capsys.readouterr().err.count("\n") == 1
+    assert "split made: " in capsys.readouterr().err
     train = np.concatenate(split.train)
     assert (len(train), sum(map(len, split.test))) == (52498, 17502)
     assert default_normalize(source, split) == "pixel"
@@ -646,8 +646,9 @@ def small(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_default_split_is_made_once(small: Path, capsys: pytest.CaptureFixture) -> None:
     source, first = read_data("Mnist")
     notice = capsys.readouterr().err
-    assert notice.count("\n") == 1 and "is missing: making this split now" in notice
     path = small / "Mnist" / "split" / "niid_20users_2labels_seed0.npz"
+    assert notice.endswith(f"split made: {path}, picture {path.stem}.png\n")
+    assert notice.startswith(f"{table(first, source.y)}\n") and path.with_suffix(".png").exists()
     assert same(Split.load(path), first)
     assert same(read_data("Mnist")[1], first) and capsys.readouterr().err == ""
     assert same(first, label_count(source.y, 20, 2, 0))

@@ -187,6 +187,17 @@ def test_verdicts(ours, std, published, published_std, verdict):
     assert row.verdict == verdict
 
 
+def test_the_comparison_finds_the_results_where_the_file_says(grid, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["--config", "three.yaml"]) == 0
+    assert main_plot.main(["--config", "three.yaml"]) == 0
+    assert (tmp_path / "out" / "three.png").exists()
+    # A folder that is named is where its figures go.
+    assert main_plot.main(["out"]) == 0
+    assert (tmp_path / "out" / "Synthetic_mclr.png").exists()
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_comparison_names_what_is_missing(grid, tmp_path, capsys):
     assert main.main(["--config", str(grid)]) == 0
     capsys.readouterr()

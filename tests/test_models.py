@@ -334,6 +334,16 @@ FAULTS = [
         "Net: its parameter w gets no gradient",
     ),
     ("Net", NET.replace("self.layer = ", "layer = "), "Net: has no parameters"),
+    (
+        "Net",
+        NET.replace("nn.Linear(shape[0], ", "nn.LazyLinear("),
+        "Net: its parameter layer.weight has no size yet (lazy)",
+    ),
+    (
+        "Net",
+        NET.replace("classes)\n\n", "classes)\n        self.again = self.layer\n\n"),
+        "Net: again and layer are one layer; make two, and tie their weights",
+    ),
 ]
 
 

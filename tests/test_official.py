@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import h5py
@@ -14,9 +15,10 @@ import main as program
 import main_plot
 from FLAlgorithms.servers import ALGORITHMS
 from FLAlgorithms.servers.serverbase import Server
-from tests.test_data import place  # noqa: F401 (a fixture)
+from tests.test_data import place, small  # noqa: F401 (fixtures)
 from tests.toys import UNEQUAL, blobs, federation, together, watched
 from utils.batches import FederatedData
+from utils.model_utils import read_data
 
 RNG = np.random.RandomState(1)
 Y = np.arange(300) % 4
@@ -25,6 +27,7 @@ OFFICIAL = {"x_test": X[:70] + 0.1, "y_test": (Y[:70] + (RNG.rand(70) < 0.3)) % 
 Y_TEST = OFFICIAL["y_test"]
 JOB = "--gpu -1 --numusers 2 --num_global_iters 3 --local_epochs 4 --K 2".split()
 PARTITION = ["--partition", "dirichlet:users=4"]
+IMAGES = ["--dataset", "images.npz", "--partition", "iid:users=3"]
 
 
 @pytest.fixture
@@ -165,12 +168,30 @@ def test_engines_and_lockstep_agree(algorithm: str, model: str) -> None:
     [
         (["--partition", "iid:pool=all"], "train parts hold rows of the official test part; give"),
         (["--dataset", "Synthetic"], "Synthetic has no official test part"),
+        (
+            [*"--algorithm FedAvg --bn local --model lenet --norm batch".split(), *IMAGES],
+            "--test_set global: every user has its own BatchNorm in lenet",
+        ),
+        (
+            [*"--algorithm Local --model lenet --norm batch".split(), *IMAGES],
+            "--test_set global: every user has its own BatchNorm in lenet",
+        ),
         (["--partition", "iid:test=0"], "pFedMe's personalised models are evaluated on"),
         (["--test_set", "globl"], "--test_set 'globl': not one of user, global; did you mean glob"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(job, place, words, message, capsys) -> None:  # noqa: F811
+def test_what_cannot_be_judged_is_refused(
+    job,
+    place,  # noqa: F811
+    words,
+    message,
+    monkeypatch,
+    capsys,
+) -> None:
+    monkeypatch.chdir(place)
     base = ["--dataset", str(place / "toy.npz"), "--test_set", "global", "--gpu", "-1"]
+    images = RNG.randint(0, 256, (60, 12, 12)).astype(np.uint8)
+    np.savez("images.npz", x=images, y=Y[:60], x_test=images, y_test=Y[:60])
     out = ["--results_dir", str(place / "none")]
     assert program.main([*base, *out, *words]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -183,6 +204,34 @@ def test_nothing_held_out_is_fine_without_personalised_models(job) -> None:
     found = arrays(path)
     assert np.isfinite(found["rs_glob_acc"]).all() and np.isfinite(found["rs_test_loss"]).all()
     assert sum(len(found[f"split/f_{u:05d}/train"]) for u in range(4)) == 300
+
+
+def test_a_named_dataset_keeps_its_official_rows_apart_by_itself(small, capsys) -> None:  # noqa: F811
+    """`--test_set global` without a partition: the default one, of the official train part."""
+    words = "--dataset Mnist --algorithm FedAvg --test_set global --num_global_iters 1".split()
+    out = small / "out"
+    assert program.main([*words, "--numusers", "2", "--results_dir", str(out)]) == 0
+    told = capsys.readouterr()
+    assert "FedAvg, global model, official test accuracy %" in told.out
+    assert re.search(r"notice: \d+ rows are held out for the users' own test parts", told.err)
+    found = arrays(next(out.glob("*_0.h5")))
+    rows = [v for k, v in found.items() if k.endswith(("/train", "/test"))]
+    source, _ = read_data("Mnist")
+    assert sum(map(len, rows)) == source.num_train > np.concatenate(rows).max()
+    # With a personalised model the held out rows are read.
+    words[3] = "pFedMe"
+    assert program.main([*words, "--numusers", "2", "--results_dir", str(out)]) == 0
+    told = capsys.readouterr()
+    assert "held out" not in told.err
+    assert "personalised (theta), test accuracy %" in told.out
+
+
+def test_labels_that_nobody_holds_are_told(job, capsys) -> None:
+    one = ["--partition", "label_count:users=2,labels_per_user=1"]
+    job("FedAvg", *one)
+    assert "notice: no user holds the labels 2 3\n" in capsys.readouterr().err
+    job("FedAvg", *one, "--test_set", "global")
+    assert "labels 2 3, but the official test rows have them\n" in capsys.readouterr().err
 
 
 def test_one_user_alone_is_not_taken_for_the_official_rows(job) -> None:

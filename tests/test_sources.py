@@ -210,10 +210,13 @@ def test_fashion_mnist_offline_names_its_files(place: Path, monkeypatch) -> None
 
     monkeypatch.setattr(utils, "download_url", offline)
     with pytest.raises(InputError, match=r"train-images-idx3-ubyte.gz is missing .*\(no network\)"):
-        read_data("FashionMnist", data_dir=str(place / "there"))
+        read_data("FashionMnist", data_dir=str(place))
     (place / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be downloaded \(.*Not a directory"):
-        read_data("FashionMnist", data_dir=str(place / "file"))
+    # A typing error must not become a folder.
+    for name in ("there", "file"):
+        with pytest.raises(InputError, match=rf"data_dir .*{name}: no such folder"):
+            read_data("FashionMnist", data_dir=str(place / name))
+    assert not (place / "there").exists()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ def _same(text: str, given: dict[str, str]) -> str:
 
 def _dataset(text: str, given: dict[str, str]) -> str:
     names = {name.lower(): name for name in DATASETS}
+    if text.lower() == "emnist":
+        raise ValueError(f"one of {', '.join(n for n in DATASETS if n.startswith('Emnist'))}")
     return names.get(text.lower().replace("-", ""), text)
 
 
@@ -54,9 +56,10 @@ KEYS: dict[str, dict[str, tuple[str, Callable[[str, dict[str, str]], str]]]] = {
         "batch_size": ("batch_size", _same),
         "num_local_epoch": ("local_epochs", _same),
         "momentum": ("momentum", _same),
+        "mu": ("mu", _same),
     },
 }
-OPTIONAL = ("res_root", "momentum")
+OPTIONAL = ("res_root", "momentum", "mu")
 ALWAYS = {"local_unit": "epochs", "test_set": "global"}
 # No loader is there to be fed by processes.
 WITHOUT_EFFECT = {"system": (), "client": ("num_worker",)}

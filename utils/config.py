@@ -18,7 +18,7 @@ from FLAlgorithms.trainmodel.custom import is_custom
 from FLAlgorithms.trainmodel.models import MODELS
 from FLAlgorithms.trainmodel.vision import NORMS
 from utils.errors import InputError, Parser
-from utils.model_utils import DATASETS, NORMALIZE, dataset_name, is_file
+from utils.model_utils import DATASETS, NORMALIZE, dataset_name, default_partition, is_file
 from utils.schemes import Partition, parse
 
 SEMANTICS: dict[str, dict[str, object]] = {
@@ -351,7 +351,8 @@ class Config:
     def drawn(self) -> Partition | None:
         """`partition` with all its arguments; the official test rows stay out if they judge."""
         if self.partition is None:
-            return None
+            official = self.test_set == "global" and self.split == "default"
+            return default_partition(self.dataset, "train") if official else None
         return parse(self.partition, "train" if self.test_set == "global" else "all")
 
     @property

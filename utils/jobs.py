@@ -23,7 +23,7 @@ from utils.errors import InputError
 from utils.grid import Grid, Run
 from utils.model_utils import Source, default_normalize, features, read_data
 from utils.parallel import run_parallel
-from utils.partition import Split
+from utils.partition import MOST_LABELS, Split
 from utils.progress import Interrupts, Progress, Show, Watch
 from utils.results import (
     Recorder,
@@ -81,6 +81,11 @@ def settle(config: Config, source: Source, split: Split) -> Config:
     users = int(sum(len(rows) > 0 for rows in split.train))
     if not users:
         raise InputError(f"--split {config.split}: no user has train samples")
+    if config.test_set == "user" and not any(len(rows) for rows in split.test):
+        raise InputError(
+            f"--split {config.split}: no user has test samples; give a --partition with test > 0, "
+            "or --test_set global"
+        )
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
@@ -122,6 +127,11 @@ def _check_model(model: Classifier, config: Config, source: Source, split: Split
         if config.bn == "local":
             raise InputError(f"--bn local: {label(name)} has no BatchNorm layers")
         return
+    if config.test_set == "global" and config.server_class.user_class.bn(config) == "local":
+        raise InputError(
+            f"--test_set global: every user has its own BatchNorm in {label(name)} (Local, --bn "
+            "local), so there is no one global model to judge; use --test_set user"
+        )
     trains_on_test = config.adapt != "train" and "adapt" in config.options()
     parts = (split.train, split.test) if trains_on_test else (split.train,)
     single = [u for part in parts for u, r in zip(split.users, part, strict=True) if len(r) == 1]
@@ -231,6 +241,10 @@ class Plan:
             config = dataclasses.replace(config, gpu=-1)
         source, split = loader.data(config)
         config = settle(config, source, split)
+        model = _model(config, source.shape, source.classes, config.seed)
+        _check_model(model, config, source, split)
+        for line in _about_split(config, split):
+            say(f"notice: {line}")
         check_writable(result_path(config, split, True, "avg"))
         if config.log_file is not None:
             append(config.log_file, "")
@@ -241,7 +255,6 @@ class Plan:
                 checkpoint_path(config, split, repetition).unlink(missing_ok=True)
             else:
                 missing.append(repetition)
-        model = _model(config, source.shape, source.classes, config.seed)
         hands = len(missing)
         if _lockstep(config, model):
             hands = min(config.jobs, hands)
@@ -251,6 +264,20 @@ class Plan:
     def kept(self) -> int:
         """How many repetitions were found finished."""
         return len(self.config.repetitions) - sum(len(task.repetitions) for task in self.tasks)
+
+
+def _about_split(config: Config, split: Split) -> list[str]:
+    """What the user may not expect of the split."""
+    found, omitted = [], split.manifest.get("omitted_labels", [])
+    if omitted:
+        more = f" and {len(omitted) - MOST_LABELS} more" if len(omitted) > MOST_LABELS else ""
+        judged = ", but the official test rows have them" if config.test_set == "global" else ""
+        names = " ".join(map(str, omitted[:MOST_LABELS]))
+        found.append(f"no user holds the labels {names}{more}{judged}")
+    held = sum(map(len, split.test))
+    if config.test_set == "global" and held and not config.primary:
+        found.append(f"{held} rows are held out for the users' own test parts, which nobody reads")
+    return found
 
 
 def _is_finished(config: Config, split: Split, repetition: int) -> bool:
@@ -371,11 +398,13 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
 def conclude(plan: Plan) -> list[str]:
     """Average what is finished; the lines that say where everything is, with the tables."""
     config, printed = plan.config, []
+    official = "official " if config.test_set == "global" else ""
     for personal in [False, True] if config.primary else [False]:
         path = partial(result_path, config, plan.split, personal)
         done = [path(i) for i in range(config.times) if is_whole(path(i))]
         what = f"personalised ({config.primary})" if personal else "global model"
-        printed += summary(done, f"{config.algorithm}, {what}, test accuracy %")
+        whose = "" if personal else official
+        printed += summary(done, f"{config.algorithm}, {what}, {whose}test accuracy %")
         work = [totals(done[0])] if done and not personal else []
         if len(done) == config.times:
             average(done, path("avg"))

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import InputError
-from utils.partition import GROUP_NAME, Split, check, draw
+from utils.partition import GROUP_NAME, Split, check, draw, table
 from utils.schemes import (
+    PARTITIONS,
     Partition,
     Pool,
     divide,
@@ -119,6 +120,8 @@ def read_source(dataset: str, manifest: dict, data_dir: str | None = None) -> So
             raise InputError(f"split: made for other contents of {dataset} than it has now")
         return source
     home = DATA / HOMES.get(dataset, dataset) if data_dir is None else Path(data_dir)
+    if data_dir is not None and not home.is_dir():
+        raise InputError(f"data_dir {data_dir}: no such folder")
     return DATASETS[dataset](manifest, home)
 
 
@@ -410,7 +413,7 @@ def _images(x: np.ndarray, what: str) -> np.ndarray:
         )
     if x.ndim == 3:
         x = x[:, np.newaxis]
-    elif x.ndim == 4 and x.shape[3] in CHANNELS and x.shape[1] not in CHANNELS:
+    elif x.ndim == 4 and _channels_last(*x.shape[1:]):
         x = x.transpose(0, 3, 1, 2)
     if x.dtype != np.uint8:
         with np.errstate(over="ignore"):
@@ -418,6 +421,10 @@ def _images(x: np.ndarray, what: str) -> np.ndarray:
         if not np.isfinite(x).all():
             raise InputError(f"{what} holds NaN or infinity")
     return np.ascontiguousarray(x)
+
+
+def _channels_last(first: int, second: int, third: int) -> bool:
+    return (third in CHANNELS and first not in CHANNELS) or third < first == second
 
 
 def _whole(y: np.ndarray, what: str) -> np.ndarray:
@@ -474,6 +481,17 @@ RECIPES = {
 DEFAULTS = {dataset: RECIPES[dataset, kind] for dataset, kind in reversed(RECIPES)}
 
 
+def default_partition(dataset: str, pool: str) -> Partition | None:
+    """What `--split default` draws, from all rows or the official train part, as a partition.
+
+    None where the data have no official test part, or a file's own columns decide.
+    """
+    recipe = DEFAULTS.get(dataset)
+    if recipe is None or recipe.scheme not in PARTITIONS:
+        return None
+    return partition_of(recipe.scheme, recipe.arguments, pool)
+
+
 def split_path(dataset: str, kind: str, arguments: dict) -> Path:
     """Where the split with these arguments belongs."""
     name = RECIPES[dataset, kind].name.format(**arguments)
@@ -518,12 +536,21 @@ def _partitioned(dataset: str, partition: Partition, data_dir: str | None) -> tu
         _demand_made(path, split, source.name, partition.scheme, partition.named)
         check(split, source)
         return source, split
-    split = divide(Pool.of(source, partition.arguments["pool"]), partition, source.origin)
+    try:
+        split = divide(Pool.of(source, partition.arguments["pool"]), partition, source.origin)
+    except InputError as error:
+        raise InputError(f"partition {partition}: {error}") from None
+    keep_split(source, split, path)
+    return source, split
+
+
+def keep_split(source: Source, split: Split, path: Path) -> None:
+    """Save a split that was made on the way, with its picture, and say what it is."""
     split.save(path)
     picture = path.with_suffix(".png")
     draw(split, source.y, picture, source.classes)
-    print(f"split {partition} made: {shown(path)}, picture {picture.name}", file=sys.stderr)
-    return source, split
+    print(table(split, source.y, source.classes, most=20), file=sys.stderr)
+    print(f"split made: {shown(path)}, picture {picture.name}", file=sys.stderr)
 
 
 def _default(dataset: str, data_dir: str | None) -> tuple[Source, Split]:
@@ -536,9 +563,8 @@ def _default(dataset: str, data_dir: str | None) -> tuple[Source, Split]:
     recipe = DEFAULTS[dataset]
     path = DATA / dataset / "split" / f"{recipe.name.format(**recipe.arguments)}.npz"
     if not path.exists():
-        print(f"{shown(path)} is missing: making this split now", file=sys.stderr)
         source, split = make_split(dataset, recipe, recipe.arguments, data_dir)
-        split.save(path)
+        keep_split(source, split, path)
         return source, split
     split = Split.load(path)
     _demand_made(path, split, dataset, recipe.scheme, recipe.arguments)

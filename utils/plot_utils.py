@@ -320,7 +320,9 @@ def _describe(runs: list[Run]) -> dict[str, str]:
         figure = list(members)
         everywhere = [o for o in figure[0].options if all(o in r.options for r in figure)]
         shared = _differing([r.config for r in figure], set(everywhere) - SWITCHES - APART)
-        shared = [option for option in everywhere if option in shared]
+        # Which data judge is told even where it is the same everywhere.
+        official = {"test_set"} if any(r.config.get("test_set") == "global" for r in figure) else ()
+        shared = [option for option in everywhere if option in shared or option in official]
         by_algorithm: dict[str, dict[str, Run]] = {}
         for run in figure:
             by_algorithm.setdefault(run.config["algorithm"], {})[run.identity] = run

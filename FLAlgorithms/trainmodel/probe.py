@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from FLAlgorithms.trainmodel.classifier import Classifier, Dropout, batch_norms
 from FLAlgorithms.trainmodel.custom import label, told
@@ -15,12 +17,25 @@ from utils.errors import InputError
 def check_custom(model: Classifier, name: str, shape: Sequence[int], classes: int) -> None:
     """Try a model of the user's own on two samples of zeros; the model is spent afterwards.
 
-    Raises InputError where it fails, gives no logits, draws from torch's own generator, or has
-    parameters that get no gradient.
+    Raises InputError where it fails, gives no logits, draws from torch's own generator, has
+    parameters that get no gradient or no size yet, or one layer under two names.
     """
     like, short = next(model.parameters(), None), label(name)
     if like is None:
         raise InputError(f"--model {short}: has no parameters")
+    for parameter, p in model.named_parameters():
+        if is_lazy(p):
+            raise InputError(f"--model {short}: its parameter {parameter} has no size yet (lazy)")
+    seen: dict[nn.Module, str] = {}
+    for place, layer in model.named_modules(remove_duplicate=False):
+        first = seen.setdefault(layer, place)
+        # torch's functional_call, which evaluates, gives such a layer the wrong tensors back.
+        holds = [*layer.parameters(), *layer.buffers()]
+        if first != place and holds:
+            raise InputError(
+                f"--model {short}: {place} and {first} are one layer; make two, and tie their "
+                f"weights if they are to be the same ({place}.weight = {first}.weight)"
+            )
     x, rng = like.new_zeros((2, *shape)), torch.Generator().manual_seed(0)
     for layer in model.modules():
         if isinstance(layer, Dropout):
