@@ -214,6 +214,8 @@ def test_a_named_dataset_keeps_its_official_rows_apart_by_itself(small, capsys) 
     told = capsys.readouterr()
     assert "FedAvg, global model, official test accuracy %" in told.out
     assert re.search(r"notice: \d+ rows are held out for the users' own test parts", told.err)
+    assert main_plot.main([str(out)]) == 0
+    assert "test_set=global" in capsys.readouterr().out
     found = arrays(next(out.glob("*_0.h5")))
     rows = [v for k, v in found.items() if k.endswith(("/train", "/test"))]
     source, _ = read_data("Mnist")

@@ -366,8 +366,9 @@ def test_the_command_line_of_partitions(small: Path, capsys) -> None:  # noqa: F
     assert f"use it:  python main.py --dataset Mnist --partition {text}" in printed
     assert "f_00004 " in printed and str(path) in printed
     assert read_data("Mnist", partition=parse(text))[1].hash == Split.load(path).hash
-    assert generate.partition(["Mnist", "iid", "--output", str(small / "x.npz")]) == 0
-    assert f"--split {small / 'x.npz'}" in capsys.readouterr().out
+    words = ["--output", str(small / "x.npz"), "--data_dir", str(small)]
+    assert generate.partition(["Mnist", "iid", *words]) == 0
+    assert f"--split {small / 'x.npz'} --data_dir {small}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

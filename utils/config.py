@@ -232,7 +232,7 @@ class Config:
     partition: str | None = _option(
         None,
         _Partition(),
-        "SCHEME[:key=value,...]: draw the split so, unless its file is there "
+        "SCHEME[:key=value,...]: draw the split so, or reuse its file "
         "(python -m utils.partition --help)",
     )
     test_set: str = _option(

@@ -43,9 +43,9 @@ class Source:
     """All samples of a dataset: x (M, *shape) uint8 or float32, raw; y (M,) int64.
 
     Images are (M, channels, height, width), vectors (M, features). The first `num_train` rows are
-    the official train part (all of them where there is none). `user`: whose each of the first rows
-    is, where the data tell. `origin`: which data these are, where the name does not tell ("source"
-    in a split's manifest).
+    the official train part (all of them where there is none). `user`: the owner of each of the
+    first rows, where the data tell. `origin`: which data these are, where the name does not tell
+    ("source" in a split's manifest).
     """
 
     name: str
@@ -343,7 +343,7 @@ def _choose_dataset(dataset: str) -> None:
 
 
 def read_npz(path: Path) -> Source:
-    """Arrays x and y, optionally x_test and y_test (rows after x's), and user (whose a row is)."""
+    """Arrays x and y, optionally x_test and y_test (rows after x's) and user (each row's owner)."""
     try:
         with np.load(path, allow_pickle=False) as file:
             unknown = sorted(set(file.files) - set(ARRAYS))

@@ -260,7 +260,7 @@ def draw(split: Split, labels: np.ndarray, path: str | Path, classes: int = 10) 
         bars.fill_betweenx(
             position, train, total, step="mid", lw=0, color="tab:orange", label="test"
         )
-    room = (2.5 if skew_note(split, split.users[0]) else 1.45) if legible else 1.05
+    room = (2.8 if skew_note(split, split.users[0]) else 1.45) if legible else 1.05
     bars.set_xlim(0, max(1, total.max()) * room)
     bars.set(xlabel="samples", title="size per user")
     bars.locator_params(axis="x", nbins=4)

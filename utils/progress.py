@@ -95,7 +95,7 @@ class Progress:
         elif now - self.told >= self.EVERY:
             self.told = now
             left = (now - self.started) / max(done - self.before, 1) * (self.total - done)
-            say(f"{self.label}: round {done}/{self.total}, {self.text}, {left:.0f} s left")
+            self._tell(done, f"{left:.0f} s left")
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -103,4 +103,9 @@ class Progress:
             self.bar.set_postfix_str(self.text)
             self.bar.close()
         elif self.done:
-            say(f"{self.label}: round {sum(self.done.values())}/{self.total}, {self.text}")
+            self._tell(sum(self.done.values()))
+
+    def _tell(self, done: int, *more: str) -> None:
+        # Where nothing is evaluated there is no text.
+        parts = (f"{self.label}: round {done}/{self.total}", self.text, *more)
+        say(", ".join(part for part in parts if part))

@@ -33,7 +33,7 @@ FEDNOVA_ATTEMPTS = 300
 class Pool:
     """What is dealt: the first rows of a dataset, by their labels.
 
-    `user`: whose each of the first rows is, where the data tell; `images`: (M, C, H, W).
+    `user`: the owner of each of the first rows, where the data tell; `images`: (M, C, H, W).
     """
 
     dataset: str
