@@ -581,7 +581,7 @@ def test_replay_does_not_overlook_nan(leaf, capsys):
     assert "nothing to compare" in capsys.readouterr().err
 
 
-def test_replay_without_test_samples(leaf):
+def test_replay_without_test_samples(leaf, capsys):
     content = {"users": [], "num_samples": [], "user_data": {}}
     train = json.loads((leaf / "train" / "all.json").read_text())
     content |= {"users": train["users"], "num_samples": [0] * 5}
@@ -589,6 +589,7 @@ def test_replay_without_test_samples(leaf):
     (leaf / "test" / "all.json").write_text(json.dumps(content))
     code, out = run_main(leaf)
     assert code == 0
+    assert "notice: no user has test samples" in capsys.readouterr().err
     (path,) = files(out, "*pFedMe_0.005*_0.h5")
     assert main.main(["--replay", str(path), "--gpu", "-1"]) == 0
 

@@ -81,11 +81,6 @@ def settle(config: Config, source: Source, split: Split) -> Config:
     users = int(sum(len(rows) > 0 for rows in split.train))
     if not users:
         raise InputError(f"--split {config.split}: no user has train samples")
-    if config.test_set == "user" and not any(len(rows) for rows in split.test):
-        raise InputError(
-            f"--split {config.split}: no user has test samples; give a --partition with test > 0, "
-            "or --test_set global"
-        )
     if config.numusers > users:
         say(f"notice: --numusers {config.numusers}: the split has {users} users; all take part")
         config = dataclasses.replace(config, numusers=users)
@@ -275,6 +270,8 @@ def _about_split(config: Config, split: Split) -> list[str]:
         names = " ".join(map(str, omitted[:MOST_LABELS]))
         found.append(f"no user holds the labels {names}{more}{judged}")
     held = sum(map(len, split.test))
+    if config.test_set == "user" and not held:
+        found.append("no user has test samples, so there is no test accuracy")
     if config.test_set == "global" and held and not config.primary:
         found.append(f"{held} rows are held out for the users' own test parts, which nobody reads")
     return found
