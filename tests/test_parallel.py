@@ -11,6 +11,8 @@ from pathlib import Path
 import h5py
 import pytest
 
+import utils.jobs
+from FLAlgorithms.trainmodel.classifier import Classifier
 from tests.test_results import StopAfter, files, read, same
 from tests.toys import run_main
 from utils import parallel
@@ -44,6 +46,14 @@ def tasks(leaf, monkeypatch) -> list[Task]:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # for the main thread alone
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: Threads)
     monkeypatch.setattr(parallel, "SECONDS_BETWEEN_NEWS", 0.01)
+    build, one = utils.jobs.build_model, threading.Lock()
+
+    def build_alone(*arguments: object, **options: object) -> Classifier:
+        # Threads, unlike processes, share the generator that initial models are drawn from.
+        with one:
+            return build(*arguments, **options)
+
+    monkeypatch.setattr(utils.jobs, "build_model", build_alone)
     words = {"dataset": "Synthetic", "split": str(leaf), "results_dir": str(leaf.parent / "out")}
     config = Config(
         **words, gpu=-1, num_global_iters=3, local_epochs=2, numusers=2, times=2, jobs=2
