@@ -12,13 +12,14 @@ from utils.model_utils import (
     DATASETS,
     RECIPES,
     Source,
+    keep_split,
     make_split,
     partition_path,
     shown,
     split_path,
     undivided,
 )
-from utils.partition import Split, draw, table
+from utils.partition import Split, table
 from utils.schemes import PARTITIONS, Pool, defaults, divide, partition_of
 
 OPTIONS = {  # argument of the scheme -> flag, type, help
@@ -125,9 +126,7 @@ def _path(output: str | None) -> Path | None:
 
 
 def _write(source: Source, split: Split, path: Path) -> None:
-    split.save(path)
-    picture = path.with_suffix(".png")
-    draw(split, source.y, picture, source.classes)
+    picture = keep_split(source, split, path)
     print(table(split, source.y, source.classes))
     print(f"split:   {shown(path)} (hash {split.hash[:12]})")
     print(f"picture: {shown(picture)}")

@@ -650,11 +650,11 @@ def test_resume_keeps_what_is_finished(leaf, capsys):
     for path in files(out, "*_2.h5"):
         path.unlink()
     assert run_main(leaf, "--times", "3", "--resume")[0] == 0
-    assert "finished and kept: 2 repetition" in capsys.readouterr().err
+    assert "finished and kept: 2 repetitions\n" in capsys.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in files(out, "*_[01].h5")}
     assert len(files(out, "*_2.h5")) == 2
     assert run_main(leaf, "--times", "3", "--resume")[0] == 0
-    assert "finished and kept: 3 repetition" in capsys.readouterr().err
+    assert "finished and kept: 3 repetitions\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -836,7 +836,7 @@ def test_files_without_a_checksum_are_read_on_trust(leaf, capsys):
     for path in files(out, "*.h5"):
         path.write_bytes(path.read_bytes()[BLOCK:])
     assert run_main(leaf, "--times", "2", "--resume")[0] == 0
-    assert "finished and kept: 2 repetition" in capsys.readouterr().err
+    assert "finished and kept: 2 repetitions\n" in capsys.readouterr().err
     (path,) = files(out, "*pFedMe_p_*_1.h5")
     for word in ("--replay", "--verify"):
         assert main.main([word, str(path), "--gpu", "-1"]) == 0

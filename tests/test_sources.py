@@ -182,7 +182,7 @@ def test_a_file_is_trained_recorded_replayed_and_plotted(mine: Path, capsys, mon
     moved = saved(mine.parent / "deep.npz", x=X, y=Y, **TEST)
     moved = moved.rename(mine.parent / "out" / mine.name)
     assert program.main(["--dataset", str(moved), *job, "--resume"]) == 0
-    assert "finished and kept: 1 repetition" in capsys.readouterr().err
+    assert "finished and kept: 1 repetition\n" in capsys.readouterr().err
     assert main_plot.main(["--results_dir", str(out), "--dataset", "my-data"]) == 0
     assert (out / "my-data_mclr.png").exists()
 

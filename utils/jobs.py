@@ -395,12 +395,11 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
 def conclude(plan: Plan) -> list[str]:
     """Average what is finished; the lines that say where everything is, with the tables."""
     config, printed = plan.config, []
-    official = "official " if config.test_set == "global" else ""
     for personal in [False, True] if config.primary else [False]:
         path = partial(result_path, config, plan.split, personal)
         done = [path(i) for i in range(config.times) if is_whole(path(i))]
         what = f"personalised ({config.primary})" if personal else "global model"
-        whose = "" if personal else official
+        whose = "official " if config.test_set == "global" and not personal else ""
         printed += summary(done, f"{config.algorithm}, {what}, {whose}test accuracy %")
         work = [totals(done[0])] if done and not personal else []
         if len(done) == config.times:

@@ -540,15 +540,21 @@ def _partitioned(dataset: str, partition: Partition, data_dir: str | None) -> tu
         split = divide(Pool.of(source, partition.arguments["pool"]), partition, source.origin)
     except InputError as error:
         raise InputError(f"partition {partition}: {error}") from None
-    keep_split(source, split, path)
+    _keep_new(source, split, path)
     return source, split
 
 
-def keep_split(source: Source, split: Split, path: Path) -> None:
-    """Save a split that was made on the way, with its picture, and say what it is."""
+def keep_split(source: Source, split: Split, path: Path) -> Path:
+    """Save a split with its picture beside it; returns the picture."""
     split.save(path)
     picture = path.with_suffix(".png")
     draw(split, source.y, picture, source.classes)
+    return picture
+
+
+def _keep_new(source: Source, split: Split, path: Path) -> None:
+    """Keep a split that was made on the way, and say what it is."""
+    picture = keep_split(source, split, path)
     print(table(split, source.y, source.classes, most=20), file=sys.stderr)
     print(f"split made: {shown(path)}, picture {picture.name}", file=sys.stderr)
 
@@ -564,7 +570,7 @@ def _default(dataset: str, data_dir: str | None) -> tuple[Source, Split]:
     path = DATA / dataset / "split" / f"{recipe.name.format(**recipe.arguments)}.npz"
     if not path.exists():
         source, split = make_split(dataset, recipe, recipe.arguments, data_dir)
-        keep_split(source, split, path)
+        _keep_new(source, split, path)
         return source, split
     split = Split.load(path)
     _demand_made(path, split, dataset, recipe.scheme, recipe.arguments)

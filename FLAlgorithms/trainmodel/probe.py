@@ -30,8 +30,7 @@ def check_custom(model: Classifier, name: str, shape: Sequence[int], classes: in
     for place, layer in model.named_modules(remove_duplicate=False):
         first = seen.setdefault(layer, place)
         # torch's functional_call, which evaluates, gives such a layer the wrong tensors back.
-        holds = [*layer.parameters(), *layer.buffers()]
-        if first != place and holds:
+        if first != place and [*layer.parameters(), *layer.buffers()]:
             raise InputError(
                 f"--model {short}: {place} and {first} are one layer; make two, and tie their "
                 f"weights if they are to be the same ({place}.weight = {first}.weight)"
