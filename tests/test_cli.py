@@ -240,6 +240,10 @@ def test_unread_options_are_named_in_one_notice():
     assert notices(Config(algorithm="FedAvg", stragglers=0.1), []) == [
         "--stragglers 0.1 of --numusers 5: nobody"
     ]
+    assert notices(Config(algorithm="FedAvg", user_dropout=1.0), []) == [
+        "--user_dropout 1: nobody ever reports; the global model stays as it is"
+    ]
+    assert notices(Config(algorithm="Local", user_dropout=1.0), []) == []
     assert notices(Config(local_epochs_range=(2, 5)), ["local_epochs"]) == [
         "--local_epochs has no effect with --local_epochs_range"
     ]

@@ -775,7 +775,7 @@ def test_cifar10_offline_says_what_to_put_where(
     with pytest.raises(InputError) as raised:
         read_data("Cifar10")
     assert str(raised.value) == (
-        "CIFAR-10 is missing and cannot be downloaded (<urlopen error no network>); put"
+        "CIFAR-10 is missing or damaged and cannot be downloaded (<urlopen error no network>); put"
         f" {CIFAR10.filename} (from {CIFAR10.url}) into {place / 'Cifar10'}"
     )
 

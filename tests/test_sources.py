@@ -277,9 +277,9 @@ def test_svhn_through_torchvision(place: Path, monkeypatch) -> None:  # noqa: F8
 @pytest.mark.parametrize(
     ("dataset", "known", "line"),
     [
-        ("Cifar100", "CIFAR100", "CIFAR-100 is missing and .* put cifar-100-python.tar.gz"),
-        ("Svhn", "SVHN", "SVHN is missing and .* put train_32x32.mat and test_32x32.mat"),
-        ("EmnistLetters", "EMNIST", "EMNIST is missing and .* put gzip.zip .*EMNIST/raw"),
+        ("Cifar100", "CIFAR100", "CIFAR-100 is .* put cifar-100-python.tar.gz"),
+        ("Svhn", "SVHN", "SVHN is .* put train_32x32.mat and test_32x32.mat"),
+        ("EmnistLetters", "EMNIST", "EMNIST is .* put gzip.zip .*EMNIST/raw"),
     ],
 )
 def test_offline_says_what_to_put_where(
@@ -298,6 +298,7 @@ def test_offline_says_what_to_put_where(
     with pytest.raises(InputError, match=line) as raised:
         read_data(dataset)
     assert "\n" not in str(raised.value)
+    assert " is missing or damaged and cannot be downloaded (<urlopen" in str(raised.value)
 
 
 def test_cifar100_has_100_classes(place: Path, monkeypatch) -> None:  # noqa: F811

@@ -562,6 +562,8 @@ def notices(config: Config, given: Iterable[str]) -> list[str]:
         found.append("--local_epochs has no effect with --local_epochs_range")
     if config.stragglers and not round(config.stragglers * config.numusers):
         found.append(f"--stragglers {config.stragglers:g} of --numusers {config.numusers}: nobody")
+    if config.user_dropout == 1 and "user_dropout" in config.options():
+        found.append("--user_dropout 1: nobody ever reports; the global model stays as it is")
     return found + config.server_class.warnings(config.resolved())
 
 

@@ -219,8 +219,8 @@ def _fetched(label: str, files: str, folder: Path, parts: Callable[[], list]) ->
         return parts()
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise InputError(
-            f"{label} is missing and cannot be downloaded ({_line(error)}); put {files} into"
-            f" {shown(folder)}"
+            f"{label} is missing or damaged and cannot be downloaded ({_line(error)}); put {files}"
+            f" into {shown(folder)}"
         ) from None
 
 
