@@ -52,8 +52,20 @@ def main(dataset: str, kind: str, argv: Sequence[str] | None = None) -> int:
 
 
 def partition(argv: Sequence[str] | None = None) -> int:
-    """DATASET SCHEME [--argument value ...]: what `--partition` does, and a table."""
-    return guarded("utils.partition", lambda: _partition(argv))
+    """DATASET SCHEME [--key value ...]: what `--partition` does, and a table.
+
+    Also DATASET SCHEME:key=value,..., as main.py has it.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    words[1:2] = [part for word in words[1:2] for part in _flags(word)]
+    return guarded("utils.partition", lambda: _partition(words))
+
+
+def _flags(word: str) -> list[str]:
+    """`shards:users=100` as `shards --users=100`; what names no scheme, as it is."""
+    scheme, colon, rest = word.partition(":")
+    spelled = [scheme, *(f"--{item}" for item in rest.split(","))]
+    return spelled if colon and scheme in PARTITIONS else [word]
 
 
 def _make(dataset: str, kind: str, argv: Sequence[str] | None) -> int:
@@ -76,10 +88,11 @@ def _make(dataset: str, kind: str, argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _partition(argv: Sequence[str] | None) -> int:
+def _partition(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="python -m utils.partition",
         description="Divide a dataset among users, with a table and a picture.",
+        epilog="SCHEME:key=value,... as in main.py's --partition is understood, too.",
         allow_abbrev=False,
     )
     parser.add_argument("dataset", help=f"{', '.join(DATASETS)}, or a FILE.npz")

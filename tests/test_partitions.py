@@ -366,6 +366,8 @@ def test_the_command_line_of_partitions(small: Path, capsys) -> None:  # noqa: F
     assert f"use it:  python main.py --dataset Mnist --partition {text}" in printed
     assert "f_00004 " in printed and str(path) in printed
     assert read_data("Mnist", partition=parse(text))[1].hash == Split.load(path).hash
+    assert generate.partition(["Mnist", text]) == 0  # main.py's spelling: the same split
+    assert capsys.readouterr().out == printed
     words = ["--output", str(small / "x.npz"), "--data_dir", str(small)]
     assert generate.partition(["Mnist", "iid", *words]) == 0
     assert f"--split {small / 'x.npz'} --data_dir {small}\n" in capsys.readouterr().out
@@ -376,6 +378,9 @@ def test_the_command_line_of_partitions(small: Path, capsys) -> None:  # noqa: F
     [
         ([], "the following arguments are required: dataset, SCHEME"),
         (["Mnist", "dirichle"], "invalid choice: 'dirichle'"),
+        (["Mnist", "dirichle:users=3"], "invalid choice: 'dirichle:users=3'"),
+        (["Mnist", "iid:alpha=1"], "unrecognized arguments: --alpha=1"),
+        (["Mnist", "iid:users=x"], "users 'x': not a whole number"),
         (["Mnst", "iid"], "dataset Mnst: must be one of Mnist, Synthetic"),
         (["Mnist", "iid", "--alpha", "1"], "unrecognized arguments: --alpha 1"),
         (["Mnist", "iid", "--users", "x"], "users 'x': not a whole number"),
