@@ -425,6 +425,24 @@ def test_drawing_one_point_and_many_curves(tmp_path):
     assert len({(line.get_color(), line.get_marker()) for line in lines}) > 14
 
 
+def test_a_curve_under_another_is_wide(tmp_path):
+    path = [0.1, 0.5, 0.8]
+    write(tmp_path / "a_0.h5", path)
+    write(tmp_path / "b_0.h5", [0.1, 0.5, 0.802], algorithm="FedNova")  # 0.07 points on average
+    write(tmp_path / "c_0.h5", path, algorithm="FedProx")
+    write(tmp_path / "d_0.h5", [0.1, 0.5, 0.806], algorithm="SCAFFOLD")
+    write(tmp_path / "e_0.h5", [*path, 0.8], algorithm="Local")
+    write(tmp_path / "f_0.h5", path, "adapted", algorithm="PerAvg")
+    figure = plots.draw(curves(tmp_path))
+    widths = {line.get_label().split(",")[0]: line.get_linewidth() for line in figure.axes[0].lines}
+    under = {name: (width - 1.4) / 2 for name, width in widths.items()}
+    expected = {"FedAvg": 2, "FedNova": 1, "FedProx": 0, "SCAFFOLD": 0, "Local": 0, "PerAvg": 0}
+    assert under == pytest.approx(expected)
+    assert "wide: another curve lies on it" in figure.legends[0].get_title().get_text()
+    apart = plots.draw(curves(tmp_path / "a_0.h5", tmp_path / "d_0.h5"))
+    assert "wide" not in apart.legends[0].get_title().get_text()
+
+
 def test_script_needs_neither_torch_nor_display(tmp_path):
     write(tmp_path / "a_0.h5", [0.1, 0.2])
     code = (

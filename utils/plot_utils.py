@@ -450,8 +450,9 @@ def draw(
     figure = Figure(figsize=(10, 4.1 + 0.2 * legend_rows), layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True)
     identities = list(dict.fromkeys(curve.identity for curve in curves))
-    for curve in curves:
-        style = _style(curve, identities.index(curve.identity))
+    covers = [sum(_coincide(c, later) for later in curves[i + 1 :]) for i, c in enumerate(curves)]
+    for curve, above in zip(curves, covers, strict=True):
+        style = _style(curve, identities.index(curve.identity), above)
         _plot(left, curve, "test_acc", 100, style)
         _plot(right, curve, "train_loss", 1, style)
         if published and curve.key in published:
@@ -470,6 +471,7 @@ def draw(
         "dashed: global model": any(curve.evaluates == "global" for curve in curves),
         "dash-dotted: model beside the chosen one": any(curve.beside for curve in curves),
         "x and bar at the end: published curve and best on test": bool(published),
+        "wide: another curve lies on it": any(covers),
         "dotted: not finished": any(curve.note for curve in curves),
         "band: +-1 std over the repetitions": any(len(c.values["test_acc"]) > 1 for c in curves),
     }
@@ -486,7 +488,14 @@ def draw(
     return figure
 
 
-def _style(curve: Curve, index: int) -> dict:
+def _coincide(one: Curve, other: Curve) -> bool:
+    """Whether one line would hide the other: 0.1 points apart at most, on average over rounds."""
+    if one.evaluates != other.evaluates or not np.array_equal(one.rounds, other.rounds):
+        return False
+    return np.abs(one.mean("test_acc") - other.mean("test_acc")).mean() <= 0.001
+
+
+def _style(curve: Curve, index: int, covers: int) -> dict:
     shape = MARKERS[index // len(COLOURS) % len(MARKERS)]
     dash = "--" if curve.evaluates == "global" else "-." if curve.beside else "-"
     return {
@@ -495,7 +504,7 @@ def _style(curve: Curve, index: int) -> dict:
         "marker": shape or ("o" if len(curve.rounds) == 1 else ""),
         "markevery": max(1, len(curve.rounds) // 10),
         "markersize": 5,
-        "linewidth": 0.9 if curve.beside else 1.4,
+        "linewidth": (0.9 if curve.beside else 1.4) + 2 * covers,
         "alpha": 0.7 if curve.beside else 1.0,
         "label": curve.label,
     }
