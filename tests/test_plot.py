@@ -435,7 +435,7 @@ def test_a_curve_under_another_is_wide(tmp_path):
     write(tmp_path / "f_0.h5", path, "adapted", algorithm="PerAvg")
     figure = plots.draw(curves(tmp_path))
     widths = {line.get_label().split(",")[0]: line.get_linewidth() for line in figure.axes[0].lines}
-    under = {name: (width - 1.4) / 2 for name, width in widths.items()}
+    under = {name: (width - 1.4) / 1.2 for name, width in widths.items()}
     expected = {"FedAvg": 2, "FedNova": 1, "FedProx": 0, "SCAFFOLD": 0, "Local": 0, "PerAvg": 0}
     assert under == pytest.approx(expected)
     assert "wide: another curve lies on it" in figure.legends[0].get_title().get_text()

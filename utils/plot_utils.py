@@ -504,7 +504,7 @@ def _style(curve: Curve, index: int, covers: int) -> dict:
         "marker": shape or ("o" if len(curve.rounds) == 1 else ""),
         "markevery": max(1, len(curve.rounds) // 10),
         "markersize": 5,
-        "linewidth": (0.9 if curve.beside else 1.4) + 2 * covers,
+        "linewidth": (0.9 if curve.beside else 1.4) + 1.2 * covers,
         "alpha": 0.7 if curve.beside else 1.0,
         "label": curve.label,
     }
