@@ -20,7 +20,7 @@ from utils.model_utils import (
     undivided,
 )
 from utils.partition import Split, table
-from utils.schemes import PARTITIONS, Pool, defaults, divide, partition_of
+from utils.schemes import PARTITIONS, Pool, defaults, divide, partition_of, spelled
 
 OPTIONS = {  # argument of the scheme -> flag, type, help
     "users": ("--users", int, "number of users"),
@@ -56,16 +56,7 @@ def partition(argv: Sequence[str] | None = None) -> int:
 
     Also DATASET SCHEME:key=value,..., as main.py has it.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    words[1:2] = [part for word in words[1:2] for part in _flags(word)]
-    return guarded("utils.partition", lambda: _partition(words))
-
-
-def _flags(word: str) -> list[str]:
-    """`shards:users=100` as `shards --users=100`; what names no scheme, as it is."""
-    scheme, colon, rest = word.partition(":")
-    spelled = [scheme, *(f"--{item}" for item in rest.split(","))]
-    return spelled if colon and scheme in PARTITIONS else [word]
+    return guarded("utils.partition", lambda: _partition(argv))
 
 
 def _make(dataset: str, kind: str, argv: Sequence[str] | None) -> int:
@@ -88,7 +79,7 @@ def _make(dataset: str, kind: str, argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _partition(argv: Sequence[str]) -> int:
+def _partition(argv: Sequence[str] | None) -> int:
     parser = Parser(
         prog="python -m utils.partition",
         description="Divide a dataset among users, with a table and a picture.",
@@ -111,7 +102,9 @@ def _partition(argv: Sequence[str]) -> int:
             options.add_argument(f"--{name}", metavar=name.upper(), help=shown_as)
         options.add_argument("--data_dir", help="where the dataset's files are")
         _add_output(options)
-    given = vars(parser.parse_args(argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    words[1:2] = [part for word in words[1:2] for part in _flags(word)]
+    given = vars(parser.parse_args(words))
     dataset, scheme = given.pop("dataset"), given.pop("scheme")
     data_dir, output = given.pop("data_dir", None), given.pop("output", None)
     chosen = partition_of(scheme, given)
@@ -124,6 +117,14 @@ def _partition(argv: Sequence[str]) -> int:
     how += "" if data_dir is None else f" --data_dir {data_dir}"
     print(f"use it:  python main.py --dataset {dataset} {how}")
     return 0
+
+
+def _flags(word: str) -> list[str]:
+    """`shards:users=100` as `shards --users=100`; what names no scheme, as it is."""
+    if word.partition(":")[0] not in PARTITIONS:
+        return [word]
+    scheme, given = spelled(word)
+    return [scheme, *(f"--{key}={value}" for key, value in given.items())]
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -459,6 +459,15 @@ def defaults(scheme: str) -> dict[str, object]:
 
 def parse(text: str, pool: str = "all") -> Partition:
     """SCHEME[:key=value,...]; `pool` is the default of that argument."""
+    scheme, given = spelled(text)
+    try:
+        return partition_of(scheme, given, pool)
+    except InputError as error:
+        raise InputError(f"partition {text!r}: {error}") from None
+
+
+def spelled(text: str) -> tuple[str, dict[str, str]]:
+    """The scheme of SCHEME[:key=value,...], and its arguments still as texts."""
     scheme, colon, rest = text.partition(":")
     if scheme not in PARTITIONS:
         raise InputError(
@@ -472,10 +481,7 @@ def parse(text: str, pool: str = "all") -> Partition:
         if key in given:
             raise InputError(f"partition {text!r}: {key} is given twice")
         given[key] = value
-    try:
-        return partition_of(scheme, given, pool)
-    except InputError as error:
-        raise InputError(f"partition {text!r}: {error}") from None
+    return scheme, given
 
 
 def partition_of(scheme: str, given: dict[str, str], pool: str = "all") -> Partition:
