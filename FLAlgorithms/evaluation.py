@@ -14,7 +14,7 @@ from torch.func import functional_call
 from FLAlgorithms.trainmodel.classifier import Classifier
 from FLAlgorithms.trainmodel.stacked import stacked
 from utils.batches import FederatedData, chunks
-from utils.params import Params
+from utils.params import Params, clone
 from utils.partition import PARTS
 
 Key = tuple[int, str]
@@ -100,7 +100,9 @@ class Evaluator:
             named = dict(zip(self.names, together, strict=True))
             module = self._stacks[count]
             return [(lambda x: functional_call(module, named, (x,)).flatten(0, 1), count)]
-        return [(partial(self._alone, dict(zip(self.names, p, strict=True))), 1) for p in models]
+        # Copies, since a model of the user's own may write into its buffers whatever the mode.
+        named = (dict(zip(self.names, clone(p), strict=True)) for p in models)
+        return [(partial(self._alone, own), 1) for own in named]
 
     def _alone(self, named: dict[str, Tensor], x: Tensor) -> Tensor:
         training = self.model.training

@@ -12,6 +12,7 @@ from utils.model_utils import (
     DATASETS,
     RECIPES,
     Source,
+    dealt,
     keep_split,
     make_split,
     partition_path,
@@ -20,7 +21,7 @@ from utils.model_utils import (
     undivided,
 )
 from utils.partition import Split, table
-from utils.schemes import PARTITIONS, Pool, defaults, divide, partition_of, spelled
+from utils.schemes import PARTITIONS, defaults, partition_of, spelled
 
 OPTIONS = {  # argument of the scheme -> flag, type, help
     "users": ("--users", int, "number of users"),
@@ -111,8 +112,7 @@ def _partition(argv: Sequence[str] | None) -> int:
     path = _path(output)
     source = undivided(dataset, data_dir)
     path = path or partition_path(source, chosen)
-    split = divide(Pool.of(source, chosen.arguments["pool"]), chosen, source.origin)
-    _write(source, split, path)
+    _write(source, dealt(source, chosen), path)
     how = f"--partition {chosen}" if output is None else f"--split {shown(path)}"
     how += "" if data_dir is None else f" --data_dir {data_dir}"
     print(f"use it:  python main.py --dataset {dataset} {how}")
@@ -143,4 +143,5 @@ def _write(source: Source, split: Split, path: Path) -> None:
     picture = keep_split(source, split, path)
     print(table(split, source.y, source.classes))
     print(f"split:   {shown(path)} (hash {split.hash[:12]})")
-    print(f"picture: {shown(picture)}")
+    if picture is not None:
+        print(f"picture: {shown(picture)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import random
@@ -688,9 +689,11 @@ def raw(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(model_utils, "MNIST_FILES", files)
     folder = place / "Mnist" / "raw"
     folder.mkdir(parents=True)
-    for name, shape in files.items():
-        values = np.arange(np.prod(shape)).reshape(shape) % 10
-        (folder / name).write_bytes(gzip.compress(idx(values)))
+    contents = [idx(np.arange(np.prod(shape)).reshape(shape) % 10) for shape in files.values()]
+    for name, content in zip(files, contents, strict=True):
+        (folder / name).write_bytes(gzip.compress(content))
+    sums = tuple(hashlib.sha256(content).hexdigest() for content in contents)
+    monkeypatch.setattr(model_utils, "SHA256", {"Mnist": sums, "FashionMnist": sums})
     return folder
 
 
@@ -717,7 +720,12 @@ IMAGES, LABELS = "train-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
         (IMAGES, gzip.compress(idx(np.zeros((5, 3, 2)))), "holds .5, 3, 2. values, expected"),
         (IMAGES, gzip.compress(idx(np.zeros((6, 3, 2)))[:-1]), "35 values, expected 36"),
         (LABELS, gzip.compress(idx(np.zeros(4)) + b"x"), "5 values, expected 4"),
-        (LABELS, gzip.compress(idx(np.full(4, 10))), "label 10 is outside 0..9"),
+        (
+            LABELS,
+            gzip.compress(idx(np.full(4, 9))),
+            r"changed \(sha256 .*, where Mnist's should be",
+        ),
+        (IMAGES, gzip.compress(idx(np.ones((6, 3, 2)))), r"changed \(sha256 .*; data of your own"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -917,8 +925,6 @@ def data(x: object, y: object, size: int = 2) -> dict:
         (data([[1, 2], [3, 4]], [0, -1]), "user a: y must be whole numbers in 0..9"),
         (data([[1, 2], [3, 4]], [[0], [1]]), "user a: y must be whole numbers in 0..9"),
         (data([[1, 2], [3, 4]], ["0", "1"]), "user a: y must hold numbers only"),
-        (data([], [], 0), "user a has test samples but no train samples"),
-        (users_of(b=([[1, 2]], [0])), "user a has test samples but no train samples"),
         (data([[1, 2, 3], [3, 4, 5]], [0, 1]), "samples of 2 different shapes, expected one"),
     ],
 )

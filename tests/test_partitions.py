@@ -21,8 +21,8 @@ from utils.schemes import PARTITIONS, Pool, divide, parse, partition_of
 SIZES = [380, 428, 477, 526, 575, 624, 673, 722, 771, 824]
 LABELS = np.random.RandomState(4).permutation(np.repeat(np.arange(10), SIZES))
 WHOSE = np.random.RandomState(5).randint(0, 37, 6000)
-POOL = Pool("Toy", LABELS, 10, WHOSE, images=True)
-SCHEMES = sorted(set(PARTITIONS) - {"user"})
+POOL = Pool("Toy", LABELS, 10, WHOSE, images=True, num_train=4500)
+SCHEMES = sorted(set(PARTITIONS) - {"user", "owner"})
 # More users than ten of FedNova's samples each allow need more equal shares.
 MILD = {"fednova": {"alpha": 100.0}}
 
@@ -73,6 +73,7 @@ def test_every_alpha_ends_with_the_minimum_kept(scheme: str, users: int, alpha: 
 
 # Drawn 2026-11-30; the same in every process, for ever.
 PINNED = {
+    "owner": "4db7b1d284bd5286",
     "iid": "387acd0be85f58f4",
     "label_count": "0506085f04ae8757",
     "round_robin": "99ad95d325db122c",
@@ -211,8 +212,22 @@ def test_user_follows_the_column() -> None:
     assert sum(map(len, rows_of(split_of("user", partly)))) == 100
     with pytest.raises(InputError, match="user 'a/b': must be a text"):
         split_of("user", Pool("Toy", LABELS[:1], 10, np.array(["a/b"])))
-    with pytest.raises(InputError, match="partition user: Toy has no user column"):
+    with pytest.raises(InputError, match=r"^Toy has no user column"):
         split_of("user", Pool("Toy", LABELS))
+
+
+def test_owner_keeps_the_official_test_rows_for_testing() -> None:
+    split = split_of("owner")
+    assert split.users == tuple(map(str, range(37)))
+    for name, train, test in zip(split.users, split.train, split.test, strict=True):
+        mine = np.flatnonzero(int(name) == WHOSE)
+        assert np.sort(train).tolist() == mine[mine < 4500].tolist()
+        assert np.sort(test).tolist() == mine[mine >= 4500].tolist()
+        assert not (np.diff(train) > 0).all(), "shuffled"
+    assert split_of("owner:seed=1").hash != split.hash
+    for pool in (Pool("Toy", LABELS, 10, WHOSE[:4500], num_train=4500), Pool("Toy", LABELS, 10)):
+        with pytest.raises(InputError, match=r"^Toy has no user column over x and x_test"):
+            split_of("owner", pool)
 
 
 # ---- feature skew --------------------------------------------------------------------------------
@@ -389,7 +404,9 @@ def test_the_command_line_of_partitions(small: Path, capsys) -> None:  # noqa: F
         (["Mnist", "iid", "--users", "x"], "users 'x': not a whole number"),
         (["Mnist", "iid", "--users", "2001"], "users 2001: Mnist has 2000 samples"),
         (["Mnist", "iid", "--output", "x.txt"], "output x.txt: must name a file ending in .npz"),
-        (["Mnist", "user"], "partition user: Mnist has no user column"),
+        (["Mnist", "user"], "partition user:seed=0: Mnist has no user column"),
+        (["Mnist", "owner"], "partition owner:seed=0: Mnist has no user column over x and x_test"),
+        (["Mnist", "owner", "--test", "0.5"], "unrecognized arguments: --test 0.5"),
     ],
 )
 def test_the_command_line_refuses_in_one_line(small, words, message, capsys) -> None:  # noqa: F811

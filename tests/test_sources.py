@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import io
 import tarfile
@@ -154,7 +153,7 @@ def test_other_contents_are_another_split(mine: Path) -> None:
     assert read_data(str(mine), str(path))[1].hash == first.hash
     saved(mine, x=X + 1, y=Y, **TEST)
     assert read_data(str(mine))[1].hash != first.hash
-    with pytest.raises(InputError, match=r"made for other contents of .*my data.npz than it has"):
+    with pytest.raises(InputError, match=r"split .*: made for other contents of my-data than"):
         read_data(str(mine), str(path))
     other = saved(mine.with_name("other.npz"), x=X, y=Y)
     with pytest.raises(InputError, match="made for dataset my-data, not for other"):
@@ -253,7 +252,7 @@ def test_emnist_is_turned_upright_and_counted_from_0(
     assert np.array_equal(source.x[:, 0], images.transpose(0, 2, 1))
     labels[0] = classes + first
     (folder / f"emnist-{part}-train-labels-idx1-ubyte").write_bytes(idx(labels[:3]))
-    with pytest.raises(InputError, match=f"EMNIST {part} has labels .*{classes}$"):
+    with pytest.raises(InputError, match=f"EMNIST {part} has labels .*{classes}, not 0.."):
         read_source(dataset, {})
 
 
@@ -397,10 +396,3 @@ def test_jpeg_sources_that_do_not_fit(tmp_path: Path, source: str, message: str,
     assert jpeg.main([str(tmp_path / source), "--output", str(tmp_path / "a.npz")]) == 2
     assert message in stderr_line(capsys.readouterr().err)
     assert not (tmp_path / "a.npz").exists()
-
-
-def test_a_gzipped_idx_of_another_set_is_refused(raw: Path) -> None:  # noqa: F811
-    name = "t10k-labels-idx1-ubyte.gz"
-    (raw / name).write_bytes(gzip.compress(idx(np.full(4, 10))))
-    with pytest.raises(InputError, match=r"label 10 is outside 0..9"):
-        read_source("FashionMnist", {}, str(raw))

@@ -18,6 +18,7 @@ from FLAlgorithms.trainmodel.custom import is_custom
 from FLAlgorithms.trainmodel.models import MODELS
 from FLAlgorithms.trainmodel.vision import NORMS
 from utils.errors import InputError, Parser
+from utils.files import is_foreign
 from utils.model_utils import DATASETS, NORMALIZE, dataset_name, default_partition, is_file
 from utils.schemes import Partition, parse
 
@@ -163,7 +164,8 @@ class _Path(_Text):
     """A path, kept whole, so that a recorded run can be repeated from elsewhere."""
 
     def __call__(self, text: str) -> str:
-        return str(Path(super().__call__(text)).resolve())
+        text = super().__call__(text)
+        return text if is_foreign(text) else str(Path(text).resolve())
 
 
 class _Partition(_Text):
@@ -330,7 +332,7 @@ class Config:
             raise InputError(
                 f"--partition {self.partition}: it draws a split, so give no --split {self.split}"
             )
-        if self.test_set == "user" and self.drawn and not self.drawn.arguments["test"]:
+        if self.test_set == "user" and self.drawn and not self.drawn.test:
             raise InputError(
                 f"--partition {self.partition}: test=0 leaves nothing to evaluate on, unless with "
                 "--test_set global"

@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import h5py
 
@@ -17,6 +17,17 @@ from utils.errors import InputError
 # The user block that HDF5 allows before its own first byte; it holds the checksum of the rest.
 BLOCK = 512
 HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+def visible(folder: Path, pattern: str) -> list[Path]:
+    """What a folder holds, sorted; hidden names (._NAME of a Mac's archive) are no data."""
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+
+
+def is_foreign(path: str) -> bool:
+    """Whether this is a whole path of the other kind of system, which names nothing here."""
+    windows, posix = PureWindowsPath(path).is_absolute(), PurePosixPath(path).is_absolute()
+    return posix if os.name == "nt" else windows and not posix
 
 
 @contextmanager

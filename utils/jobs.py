@@ -21,7 +21,7 @@ from utils.batches import OFFICIAL, PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
 from utils.grid import Grid, Run
-from utils.model_utils import Source, default_normalize, features, read_data
+from utils.model_utils import Source, default_normalize, features, read_data, reads_folder
 from utils.parallel import run_parallel
 from utils.partition import MOST_LABELS, Split
 from utils.progress import Interrupts, Progress, Show, Watch
@@ -29,6 +29,7 @@ from utils.results import (
     Recorder,
     append,
     average,
+    check_contents,
     check_writable,
     checkpoint_path,
     result_path,
@@ -238,9 +239,11 @@ class Plan:
         config = settle(config, source, split)
         model = _model(config, source.shape, source.classes, config.seed)
         _check_model(model, config, source, split)
-        for line in _about_split(config, split):
+        for line in _about_split(config, source, split):
             say(f"notice: {line}")
         check_writable(result_path(config, split, True, "avg"))
+        for repetition in config.repetitions:
+            check_contents(result_path(config, split, False, repetition), split)
         if config.log_file is not None:
             append(config.log_file, "")
         missing = []
@@ -261,7 +264,7 @@ class Plan:
         return len(self.config.repetitions) - sum(len(task.repetitions) for task in self.tasks)
 
 
-def _about_split(config: Config, split: Split) -> list[str]:
+def _about_split(config: Config, source: Source, split: Split) -> list[str]:
     """What the user may not expect of the split."""
     found, omitted = [], split.manifest.get("omitted_labels", [])
     if omitted:
@@ -269,7 +272,23 @@ def _about_split(config: Config, split: Split) -> list[str]:
         judged = ", but the official test rows have them" if config.test_set == "global" else ""
         names = " ".join(map(str, omitted[:MOST_LABELS]))
         found.append(f"no user holds the labels {names}{more}{judged}")
+    if config.data_dir is not None and not reads_folder(config.dataset, split):
+        found.append(f"--data_dir has no effect: {config.dataset_name} is not read from there")
     held = sum(map(len, split.test))
+    unseen = sum(
+        len(test) > 0 and not len(train)
+        for train, test in zip(split.train, split.test, strict=True)
+    )
+    if unseen:
+        found.append(
+            f"{unseen} user{'s have' if unseen > 1 else ' has'} test samples but no train samples:"
+            " never sampled, judged by the global model"
+        )
+    rows = [*split.train, *split.test]
+    official = len(source.y) - source.num_train
+    if config.test_set == "user" and all((own < source.num_train).all() for own in rows):
+        if official:
+            found.append(f"{official} official test rows are unused; --test_set global reads them")
     if config.test_set == "user" and not held:
         found.append("no user has test samples, so there is no test accuracy")
     if config.test_set == "global" and held and not config.primary:

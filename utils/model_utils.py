@@ -16,11 +16,12 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import numpy as np
 
 from utils.errors import InputError
+from utils.files import is_foreign, visible
 from utils.partition import GROUP_NAME, Split, check, draw, table
 from utils.schemes import (
     PARTITIONS,
@@ -45,7 +46,7 @@ class Source:
     Images are (M, channels, height, width), vectors (M, features). The first `num_train` rows are
     the official train part (all of them where there is none). `user`: the owner of each of the
     first rows, where the data tell. `origin`: which data these are, where the name does not tell
-    ("source" in a split's manifest).
+    ("source" in a split's manifest). `contents`: sha256 (hex) of a named dataset as it was read.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Source:
     num_train: int
     user: np.ndarray | None = None
     origin: dict = field(default_factory=dict)
+    contents: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,18 +77,18 @@ def read_data(
     _choose_dataset(dataset)
     name = dataset_name(dataset)
     if partition is not None:
-        return _partitioned(dataset, partition, data_dir)
+        return _partitioned(undivided(dataset, data_dir), partition)
     if split == "published":
         if dataset != "Mnist":
             raise InputError(f"split published: exists for Mnist only, not for {name}")
         source = read_source(dataset, {}, data_dir)
-        return source, published(source.y)
+        return source, stamped(published(source.y), source)
     if split == "default":
         return _default(dataset, data_dir)
     homes = (Path(), ROOT, DATA / name / "split")
     path = next((p for p in (home / split for home in homes) if p.exists()), None)
     if path is None:
-        there = ", ".join(sorted(p.stem for p in (DATA / name / "split").glob("*.npz")))
+        there = ", ".join(p.stem for p in visible(DATA / name / "split", "*.npz"))
         raise InputError(
             f"split {split}: no such file or folder; beside default and published there are, in "
             f"data/{name}/split: {there or 'none, see data/' + name}"
@@ -98,8 +100,8 @@ def read_data(
     if made_for != name:
         raise InputError(f"split {split}: made for dataset {made_for}, not for {name}")
     source = read_source(dataset, loaded.manifest, data_dir)
-    check(loaded, source)
-    return source, loaded
+    check(loaded, source, f"split {split}")
+    return source, stamped(loaded, source)
 
 
 def read_source(dataset: str, manifest: dict, data_dir: str | None = None) -> Source:
@@ -114,11 +116,7 @@ def read_source(dataset: str, manifest: dict, data_dir: str | None = None) -> So
             raise InputError(f"split {folder}: its files have changed since")
         return source
     if is_file(dataset):
-        source = read_npz(Path(dataset))
-        of = manifest.get("source", source.origin)
-        if of.get("sha256") != source.origin["sha256"]:
-            raise InputError(f"split: made for other contents of {dataset} than it has now")
-        return source
+        return read_npz(Path(dataset))
     home = DATA / HOMES.get(dataset, dataset) if data_dir is None else Path(data_dir)
     if data_dir is not None and not home.is_dir():
         raise InputError(f"data_dir {data_dir}: no such folder")
@@ -149,6 +147,21 @@ MNIST_FILES = {  # in the order of the rows: images and labels, train part first
     "t10k-images-idx3-ubyte.gz": (10000, 28, 28),
     "t10k-labels-idx1-ubyte.gz": (10000,),
 }
+# sha256 of what is inside these files, in their order; torchvision knows one way to compress them.
+SHA256 = {
+    "Mnist": (
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+    "FashionMnist": (
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    ),
+}
 
 
 def _mnist(name: str, original: str, manifest: dict, home: Path) -> Source:
@@ -159,16 +172,22 @@ def _mnist(name: str, original: str, manifest: dict, home: Path) -> Source:
     missing = [file for file in MNIST_FILES if not (folder / file).exists()]
     if missing:
         _fetch_idx(original, folder, missing)
-    arrays = [_read_idx(folder / file, shape) for file, shape in MNIST_FILES.items()]
+    sums = SHA256[name]
+    arrays = [
+        _read_idx(folder / file, shape, name, expected)
+        for (file, shape), expected in zip(MNIST_FILES.items(), sums, strict=True)
+    ]
     x = np.concatenate(arrays[0::2])[:, np.newaxis]
     y = np.concatenate(arrays[1::2]).astype(np.int64)
-    if y.max() >= CLASSES[name]:
-        raise InputError(f"{shown(folder)}: label {y.max()} is outside 0..{CLASSES[name] - 1}")
-    return Source(name, x, y, CLASSES[name], len(arrays[0]))
+    contents = hashlib.sha256("".join(sums).encode()).hexdigest()
+    return Source(name, x, y, CLASSES[name], len(arrays[0]), contents=contents)
 
 
-def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """A gzipped IDX file of bytes: 0, 0, type 8, dimensions; each size (4 bytes); the values."""
+def _read_idx(path: Path, shape: tuple[int, ...], name: str, expected: str) -> np.ndarray:
+    """A gzipped IDX file of bytes: 0, 0, type 8, dimensions; each size (4 bytes); the values.
+
+    InputError unless the sha256 of all that is `expected`, that of the dataset `name`.
+    """
     try:
         with gzip.open(path) as file:
             content = file.read()
@@ -183,6 +202,12 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     if len(content) - start != math.prod(shape):
         raise InputError(
             f"{shown(path)}: {len(content) - start} values, expected {math.prod(shape)}"
+        )
+    if (found := hashlib.sha256(content).hexdigest()) != expected:
+        whose = [other for other, sums in SHA256.items() if found in sums]
+        what = f"{whose[0]}'s" if whose else f"changed (sha256 {found[:8]}, not {expected[:8]})"
+        raise InputError(
+            f"{shown(path)}: is {what}, where {name}'s should be; data of your own are a FILE.npz"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
@@ -237,7 +262,7 @@ def _cifar(name: str, label: str, original: str, manifest: dict, home: Path) -> 
     )
     x = np.concatenate([part.data for part in parts]).transpose(0, 3, 1, 2)
     y = np.concatenate([part.targets for part in parts]).astype(np.int64)
-    return Source(name, np.ascontiguousarray(x), y, CLASSES[name], len(parts[0].data))
+    return _read(name, x, y, len(parts[0].data))
 
 
 def _svhn(manifest: dict, home: Path) -> Source:
@@ -250,7 +275,7 @@ def _svhn(manifest: dict, home: Path) -> Source:
     )
     x = np.concatenate([part.data for part in parts])
     y = np.concatenate([part.labels for part in parts]).astype(np.int64)
-    return Source("Svhn", np.ascontiguousarray(x), y, CLASSES["Svhn"], len(parts[0].data))
+    return _read("Svhn", x, y, len(parts[0].data))
 
 
 def _emnist(name: str, part: str, manifest: dict, home: Path) -> Source:
@@ -267,9 +292,26 @@ def _emnist(name: str, part: str, manifest: dict, home: Path) -> Source:
     y = np.concatenate([p.targets.numpy() for p in parts]).astype(np.int64)
     if part == "letters":
         y -= 1  # counted from 1 in the files
-    if not 0 <= y.min() <= y.max() < CLASSES[name]:
-        raise InputError(f"{shown(home)}: EMNIST {part} has labels {y.min()}..{y.max()}")
-    return Source(name, np.ascontiguousarray(x), y, CLASSES[name], len(parts[0].data))
+    # torchvision knows the checksum of the archive only, and reads whatever files lie there.
+    if (y.min(), y.max()) != (0, CLASSES[name] - 1):
+        raise InputError(
+            f"{shown(home)}: EMNIST {part} has labels {y.min()}..{y.max()}, not 0.."
+            f"{CLASSES[name] - 1}; another part's files, or damaged"
+        )
+    return _read(name, x, y, len(parts[0].data))
+
+
+def _read(name: str, x: np.ndarray, y: np.ndarray, num_train: int) -> Source:
+    """A named dataset with the checksum of what was read."""
+    x = np.ascontiguousarray(x)
+    return Source(name, x, y, CLASSES[name], num_train, contents=_checksum(x, y, num_train))
+
+
+def _checksum(x: np.ndarray, y: np.ndarray, num_train: int, *more: np.ndarray) -> str:
+    digest = hashlib.sha256(json.dumps([num_train, x.shape, str(x.dtype)]).encode())
+    for array in (x, y, *more):
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _synthetic(manifest: dict, home: Path) -> Source:
@@ -334,7 +376,17 @@ def is_file(dataset: str) -> bool:
 
 def dataset_name(dataset: str) -> str:
     """How results and folders call a dataset: its name, or its file's without the ending."""
-    return re.sub(r"[^\w.-]", "-", Path(dataset).stem) if is_file(dataset) else dataset
+    if not is_file(dataset):
+        return dataset
+    # A recorded path may come from the other kind of system.
+    path = PureWindowsPath(dataset) if is_foreign(dataset) else Path(dataset)
+    return re.sub(r"[^\w.-]", "-", path.stem)
+
+
+def reads_folder(dataset: str, split: Split) -> bool:
+    """Whether `data_dir` can say where the samples are: a file and LEAF say so themselves."""
+    named = not is_file(dataset) and dataset != "Synthetic"
+    return named and split.manifest.get("scheme") != "leaf"
 
 
 def _choose_dataset(dataset: str) -> None:
@@ -395,10 +447,7 @@ def _source_of(name: str, arrays: dict[str, np.ndarray]) -> Source:
             f"user has type {whose.dtype} and shape {whose.shape}: must be a whole number or a text"
             f" per row of x ({num_train})"
         )
-    digest = hashlib.sha256(json.dumps([num_train, x.shape, str(x.dtype)]).encode())
-    for array in (x, y) if whose is None else (x, y, whose):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    origin = {"sha256": digest.hexdigest()}
+    origin = {"sha256": _checksum(x, y, num_train, *([] if whose is None else [whose]))}
     return Source(name, x, y, int(y.max()) + 1, num_train, whose, origin)
 
 
@@ -510,9 +559,31 @@ def make_split(
 ) -> tuple[Source, Split]:
     """Draw a split by recipe, with the samples it is over."""
     source = read_source(dataset, {"source": arguments}, data_dir)
+    return source, split_by(recipe, source, arguments)
+
+
+def split_by(recipe: Recipe, source: Source, arguments: dict) -> Split:
+    """The split that a recipe gives with these arguments."""
     if recipe.scheme == "synthetic":
-        return source, synthetic(source.y, **arguments)
-    return source, divide(Pool.of(source), partition_of(recipe.scheme, arguments), source.origin)
+        return synthetic(source.y, **arguments)
+    split = divide(Pool.of(source), partition_of(recipe.scheme, arguments), source.origin)
+    return stamped(split, source)
+
+
+def dealt(source: Source, partition: Partition) -> Split:
+    """The split that a partition of these data gives."""
+    try:
+        split = divide(Pool.of(source, partition.pool), partition, source.origin)
+    except InputError as error:
+        raise InputError(f"partition {partition}: {error}") from None
+    return stamped(split, source)
+
+
+def stamped(split: Split, source: Source) -> Split:
+    """The split with the checksum of the named dataset that it goes with in its manifest."""
+    if not source.contents:
+        return split
+    return dataclasses.replace(split, manifest=split.manifest | {"contents": source.contents})
 
 
 def is_default(dataset: str, split: Split) -> bool:
@@ -528,65 +599,72 @@ def undivided(dataset: str, data_dir: str | None = None) -> Source:
     return read_source(dataset, {"source": default} if default else {}, data_dir)
 
 
-def _partitioned(dataset: str, partition: Partition, data_dir: str | None) -> tuple[Source, Split]:
-    source = undivided(dataset, data_dir)
-    path = partition_path(source, partition)
-    if path.exists():
-        split = Split.load(path)
-        _demand_made(path, split, source.name, partition.scheme, partition.named)
-        check(split, source)
-        return source, split
-    try:
-        split = divide(Pool.of(source, partition.arguments["pool"]), partition, source.origin)
-    except InputError as error:
-        raise InputError(f"partition {partition}: {error}") from None
-    _keep_new(source, split, path)
-    return source, split
+def _partitioned(source: Source, partition: Partition) -> tuple[Source, Split]:
+    path, draw_anew = partition_path(source, partition), partial(dealt, source, partition)
+    return source, _kept(path, source, partition.scheme, partition.named, draw_anew)
 
 
-def keep_split(source: Source, split: Split, path: Path) -> Path:
-    """Save a split with its picture beside it; returns the picture."""
+def _kept(
+    path: Path, source: Source, scheme: str, arguments: dict, draw_anew: Callable[[], Split]
+) -> Split:
+    """The split in a file that is named after how it was drawn; without the file it is drawn.
+
+    Raises InputError where the file is not what it is named after.
+    """
+    if not path.exists():
+        split = draw_anew()
+        picture = keep_split(source, split, path)
+        print(table(split, source.y, source.classes, most=20), file=sys.stderr)
+        beside = f", picture {picture.name}" if picture else ""
+        print(f"split made: {shown(path)}{beside}", file=sys.stderr)
+        return split
+    split, manifest = Split.load(path), (source.name, scheme, arguments)
+    made = tuple(split.manifest.get(key) for key in ("dataset", "scheme", "arguments"))
+    if made != manifest:
+        raise InputError(
+            f"split {shown(path)}: made for {made[0]} with {made[2]} ({made[1]}), expected"
+            f" {arguments} ({scheme}); delete it, and it is made anew"
+        )
+    check(split, source, f"split {shown(path)}")
+    # Files from before contents were recorded: what they were drawn from shows when drawn again.
+    known = not source.contents or "contents" in split.manifest
+    if not known and draw_anew().hash != split.hash:
+        raise InputError(
+            f"split {shown(path)}: not what {scheme} gives for these contents of {source.name};"
+            " delete it, and it is made anew"
+        )
+    return stamped(split, source)
+
+
+def keep_split(source: Source, split: Split, path: Path) -> Path | None:
+    """Save a split with its picture beside it; returns the picture, None if it cannot be drawn."""
     split.save(path)
     picture = path.with_suffix(".png")
-    draw(split, source.y, picture, source.classes)
+    try:
+        draw(split, source.y, picture, source.classes)
+    except InputError:
+        raise  # the disk is full
+    except Exception as error:  # nothing depends on the picture, whatever a drawing library meets
+        print(f"notice: {shown(picture)} cannot be drawn ({_line(error)})", file=sys.stderr)
+        return None
     return picture
-
-
-def _keep_new(source: Source, split: Split, path: Path) -> None:
-    """Keep a split that was made on the way, and say what it is."""
-    picture = keep_split(source, split, path)
-    print(table(split, source.y, source.classes, most=20), file=sys.stderr)
-    print(f"split made: {shown(path)}, picture {picture.name}", file=sys.stderr)
 
 
 def _default(dataset: str, data_dir: str | None) -> tuple[Source, Split]:
     if is_file(dataset):
         source = read_npz(Path(dataset))
-        scheme = "label_count" if source.user is None else "user"
         # Who brings a test part means it to be kept apart.
         pool = "train" if source.num_train < len(source.y) else "all"
-        return _partitioned(dataset, partition_of(scheme, {}, pool), data_dir)
+        scheme = "label_count"
+        if source.user is not None:
+            owned = pool == "train" and len(source.user) == len(source.y)
+            scheme = "owner" if owned else "user"
+        return _partitioned(source, partition_of(scheme, {}, pool))
     recipe = DEFAULTS[dataset]
     path = DATA / dataset / "split" / f"{recipe.name.format(**recipe.arguments)}.npz"
-    if not path.exists():
-        source, split = make_split(dataset, recipe, recipe.arguments, data_dir)
-        _keep_new(source, split, path)
-        return source, split
-    split = Split.load(path)
-    _demand_made(path, split, dataset, recipe.scheme, recipe.arguments)
-    source = read_source(dataset, split.manifest, data_dir)
-    check(split, source)
-    return source, split
-
-
-def _demand_made(path: Path, split: Split, name: str, scheme: str, arguments: dict) -> None:
-    manifest = split.manifest
-    made = tuple(manifest.get(key) for key in ("dataset", "scheme", "arguments"))
-    if made != (name, scheme, arguments):
-        raise InputError(
-            f"split {shown(path)}: made for {made[0]} with {made[2]} ({made[1]}), expected"
-            f" {arguments} ({scheme}); delete it, and it is made anew"
-        )
+    source = read_source(dataset, {"source": recipe.arguments}, data_dir)
+    draw_anew = partial(split_by, recipe, source, recipe.arguments)
+    return source, _kept(path, source, recipe.scheme, recipe.arguments, draw_anew)
 
 
 # ---- LEAF-style JSON -----------------------------------------------------------------------------
@@ -598,7 +676,7 @@ def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
         raise InputError(f"split {folder}: LEAF folders go with named datasets, not with {dataset}")
     contents, sums = {}, {}
     for part in ("train", "test"):
-        files = sorted((folder / part).glob("*.json"))
+        files = visible(folder / part, "*.json")
         if len(files) != 1:
             raise InputError(f"split {folder}: {len(files)} files {part}/*.json, expected one")
         try:
@@ -612,11 +690,10 @@ def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
             raise InputError(f"split {files[0]}: {error}") from None
         sums[part] = hashlib.sha256(raw).hexdigest()
     train, test = contents["train"], contents["test"]
-    for name in test:
-        if name not in train or not len(train[name][1]):
-            raise InputError(f"split {folder}: user {name} has test samples but no train samples")
+    # Who has test samples alone never trains, and is judged by the global model.
+    names = [*train, *(name for name in test if name not in train and len(test[name][1]))]
     blocks = [(*train[name], name, "train") for name in train]
-    blocks += [(*test[name], name, "test") for name in train if name in test]
+    blocks += [(*test[name], name, "test") for name in names if name in test]
     shapes = sorted({x.shape[1:] for x, y, *_ in blocks if len(y)})
     if len(shapes) != 1:
         raise InputError(f"split {folder}: samples of {len(shapes)} different shapes, expected one")
@@ -628,22 +705,24 @@ def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
         for (_, labels, name, part), end in zip(blocks, ends, strict=True)
     }
     nothing = np.zeros(0, np.int64)
+    # Images have their dataset's classes; vectors are Synthetic's or of any other number.
+    classes = max(CLASSES[dataset], int(y.max()) + 1)
+    held = np.bincount(y, minlength=classes)
     manifest = {
         "scheme": "leaf",
         "dataset": dataset,
         "arguments": {},
         "folder": str(folder.resolve()),  # a replay may start elsewhere
         "source": sums,  # so that the split's hash covers the samples
+        "omitted_labels": np.flatnonzero(held == 0).tolist(),
     }
     split = Split(
-        tuple(train),
-        tuple(rows[name, "train"] for name in train),
-        tuple(rows.get((name, "test"), nothing) for name in train),
+        tuple(names),
+        tuple(rows.get((name, "train"), nothing) for name in names),
+        tuple(rows.get((name, "test"), nothing) for name in names),
         manifest,
     )
-    # Images have their dataset's classes; vectors are Synthetic's or of any other number.
-    classes = max(CLASSES[dataset], int(y.max()) + 1)
-    return Source(dataset, x, y, classes, len(y)), split
+    return Source(dataset, x, y, classes, len(y), origin=sums), split
 
 
 def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:

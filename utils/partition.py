@@ -19,6 +19,8 @@ from utils.errors import InputError
 from utils.files import replacing
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from utils.model_utils import Source
 
 PARTS = ("train", "test")
@@ -139,22 +141,27 @@ class Split:
         return split
 
 
-def check(split: Split, source: Source) -> None:
-    """InputError unless every row and label of `split` exists in `source`."""
+def check(split: Split, source: Source, what: str = "split") -> None:
+    """InputError unless `split` was made for `source`, and its rows and labels exist there."""
+    made = {k: v for k, v in split.manifest.get("source", {}).items() if k != "skew"}
+    contents = split.manifest.get("contents", source.contents)
+    if made != source.origin or contents != source.contents:
+        raise InputError(f"{what}: made for other contents of {source.name} than it has now")
     for part, rows in zip(PARTS, (split.train, split.test), strict=True):
         for name, row in zip(split.users, rows, strict=True):
             if len(row) and not 0 <= row.min() <= row.max() < len(source.y):
+                bad = row.max() if row.min() >= 0 else row.min()
                 raise InputError(
-                    f"split: {part} row {row.max() if row.min() >= 0 else row.min()} of user {name}"
-                    f" is outside {source.name}'s 0..{len(source.y) - 1}"
+                    f"{what}: {part} row {bad} of user {name} is outside {source.name}'s"
+                    f" 0..{len(source.y) - 1}"
                 )
     for (user, part), labels in split.labels.items():
         name = split.users[user]
         if len(labels) != len({"train": split.train, "test": split.test}[part][user]):
-            raise InputError(f"split: user {name} has {part} rows and labels of unlike number")
+            raise InputError(f"{what}: user {name} has {part} rows and labels of unlike number")
         if len(labels) and not 0 <= labels.min() <= labels.max() < source.classes:
             raise InputError(
-                f"split: a {part} label of user {name} is outside 0..{source.classes - 1}"
+                f"{what}: a {part} label of user {name} is outside 0..{source.classes - 1}"
             )
 
 
@@ -209,6 +216,14 @@ def table(split: Split, labels: np.ndarray, classes: int = 10, most: int = 100) 
     if len(omitted):
         lines.append(f"omitted labels (no user holds them): {' '.join(map(str, omitted))}")
     return "\n".join(lines)
+
+
+def literal(figure: Figure) -> None:
+    """Make all text of a figure mean what it says: a user may be called `$_{$`."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
 
 
 def draw(split: Split, labels: np.ndarray, path: str | Path, classes: int = 10) -> None:
@@ -266,6 +281,7 @@ def draw(split: Split, labels: np.ndarray, path: str | Path, classes: int = 10) 
     bars.locator_params(axis="x", nbins=4)
     figure.legend(*bars.get_legend_handles_labels(), loc="outside lower right", ncols=2)
     figure.suptitle(f"{split.manifest.get('dataset', 'split')}: {Path(path).stem}")
+    literal(figure)
     write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=110))
 
 

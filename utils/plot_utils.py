@@ -20,6 +20,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from utils.errors import InputError
 from utils.files import open_h5, replacing
 from utils.model_utils import dataset_name
+from utils.partition import literal
 
 if TYPE_CHECKING:
     from utils.grid import Published
@@ -579,5 +580,6 @@ def save(figure: Figure, path: Path) -> None:
     # Without dates, the same curves give the same file.
     dates = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
     suffix = path.suffix.lower()
+    literal(figure)
     with replacing(path) as part:
         figure.savefig(part, format=suffix[1:], dpi=150, metadata=dates.get(suffix))

@@ -108,6 +108,21 @@ def check_writable(path: Path) -> None:
     path.with_name(f"{path.name}.try").unlink(missing_ok=True)
 
 
+def check_contents(path: Path, split: Split) -> None:
+    """InputError where there is a result on other contents of the same named dataset."""
+    mine = split.manifest.get("contents")
+    if mine is None or not path.exists():
+        return
+    found = None
+    with suppress(InputError), open_h5(path) as file:  # a damaged one may be replaced
+        found = json.loads(file.attrs["manifest"]).get("contents")
+    if found not in (None, mine):
+        raise InputError(
+            f"{path}: holds a run on other contents of {split.manifest['dataset']} than there are"
+            " now; give another --results_dir"
+        )
+
+
 def append(path: str, text: str) -> None:
     """Add text to the log file; InputError where that cannot be done."""
     try:

@@ -33,7 +33,8 @@ FEDNOVA_ATTEMPTS = 300
 class Pool:
     """What is dealt: the first rows of a dataset, by their labels.
 
-    `user`: the owner of each of the first rows, where the data tell; `images`: (M, C, H, W).
+    `user`: the owner of each of the first rows, where the data tell; `images`: (M, C, H, W);
+    `num_train`: so many rows are the official train part (None: all).
     """
 
     dataset: str
@@ -41,25 +42,29 @@ class Pool:
     classes: int = 10
     user: np.ndarray | None = None
     images: bool = False
+    num_train: int | None = None
 
     @classmethod
     def of(cls, source: Source, pool: object = "all") -> Pool:
         """All rows of a dataset, or its official train part."""
         labels = source.y[: source.num_train if pool == "train" else None]
-        return cls(source.name, labels, source.classes, source.user, source.x.ndim == 4)
+        images = source.x.ndim == 4
+        return cls(source.name, labels, source.classes, source.user, images, source.num_train)
 
 
 @dataclass(frozen=True)
 class Deal:
     """Each user's rows, in the order along which every so-manieth is held out; the stream so far.
 
-    `skew` ("noise", "angle": a number per user; "seed") goes into the split's source.
+    `skew` ("noise", "angle": a number per user; "seed") goes into the split's source. `tested`:
+    each user's rows for testing, where the data themselves keep them apart.
     """
 
     owned: Sequence[np.ndarray]
     rng: np.random.RandomState
     names: tuple[str, ...] = ()
     skew: dict | None = None
+    tested: Sequence[np.ndarray] | None = None
 
 
 # ---- schemes -------------------------------------------------------------------------------------
@@ -149,7 +154,7 @@ def fednova(pool: Pool, *, users: int = 16, alpha: float = 0.1, seed: int = 2020
             if counts.sum(0).min() >= minimum:
                 return Deal(_deal(drawn, counts), rng)
     raise InputError(
-        f"partition fednova: {FEDNOVA_ATTEMPTS} draws with users {users}, alpha {alpha:g} all left"
+        f"{FEDNOVA_ATTEMPTS} draws with users {users}, alpha {alpha:g} all left"
         f" some user fewer than {minimum} samples; raise alpha, or use dirichlet"
     )
 
@@ -207,18 +212,26 @@ def similarity(pool: Pool, *, users: int = 20, percent: float = 10.0, seed: int 
 
 def user(pool: Pool, *, seed: int = 0) -> Deal:
     """Everybody has what the data's `user` column gives; `seed` is that of the test rows."""
-    if pool.user is None:
-        raise InputError(f"partition user: {pool.dataset} has no user column")
-    names, whose = np.unique(pool.user[: len(pool.labels)], return_inverse=True)
-    names = tuple(map(str, names.tolist()))
-    for name in names:
-        if not GROUP_NAME.fullmatch(name):
-            raise InputError(
-                f"partition user: user {name!r}: must be a text without / that is no ."
-            )
-    rows = np.argsort(whose, kind="stable")
-    owned = np.split(rows, np.cumsum(np.bincount(whose))[:-1])
-    return Deal([_by_label(pool, mine) for mine in owned], generator(seed, len(names)), names)
+    names, rows = _rows_by_owner(pool)
+    return Deal(rows, generator(seed, len(names)), names)
+
+
+def owner(pool: Pool, *, seed: int = 0) -> Deal:
+    """Everybody trains on its rows of x and is tested on its rows of x_test, by the `user` column.
+
+    `seed` is that of the rows' order. Who owns rows of x_test alone never trains.
+    """
+    count = len(pool.labels)
+    if pool.user is None or len(pool.user) < count or pool.num_train in (None, count):
+        raise InputError(f"{pool.dataset} has no user column over x and x_test")
+    names, owned = _rows_by_owner(pool)
+    official = [mine >= pool.num_train for mine in owned]
+    return Deal(
+        [mine[~test] for mine, test in zip(owned, official, strict=True)],
+        generator(seed, len(names)),
+        names,
+        tested=[mine[test] for mine, test in zip(owned, official, strict=True)],
+    )
 
 
 PARTITIONS: dict[str, Callable[..., Deal]] = {
@@ -233,7 +246,10 @@ PARTITIONS: dict[str, Callable[..., Deal]] = {
     "feature": feature,
     "similarity": similarity,
     "user": user,
+    "owner": owner,
 }
+# Which rows are for testing is the data's own choice: COMMON does not apply.
+WITHOUT_COMMON = ("owner",)
 
 
 # ---- splits that bring or fix their data ------------------------------------------------------
@@ -344,6 +360,19 @@ def _by_label(pool: Pool, rows: np.ndarray) -> np.ndarray:
     return rows[np.argsort(pool.labels[rows], kind="stable")]
 
 
+def _rows_by_owner(pool: Pool) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """The owners' names, sorted, and which rows are theirs, sorted by label."""
+    if pool.user is None:
+        raise InputError(f"{pool.dataset} has no user column")
+    names, whose = np.unique(pool.user[: len(pool.labels)], return_inverse=True)
+    names = tuple(map(str, names.tolist()))
+    for name in names:
+        if not GROUP_NAME.fullmatch(name):
+            raise InputError(f"user {name!r}: must be a text without / that is no .")
+    mine = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose))[:-1])
+    return names, [_by_label(pool, rows) for rows in mine]
+
+
 def _hands(pool: Pool, users: int, rng: np.random.RandomState) -> list[np.ndarray]:
     labels = range(pool.classes)
     deck = np.concatenate([rng.permutation(np.flatnonzero(pool.labels == c)) for c in labels])
@@ -443,6 +472,16 @@ class Partition:
         return {k: v for k, v in self.arguments.items() if k not in COMMON or v != COMMON[k]}
 
     @property
+    def pool(self) -> str:
+        """Which rows are dealt."""
+        return self.arguments.get("pool", COMMON["pool"])
+
+    @property
+    def test(self) -> float:
+        """The share of each user's rows that is held out."""
+        return self.arguments.get("test", COMMON["test"])
+
+    @property
     def stem(self) -> str:
         """Name of the split's file."""
         return "_".join([self.scheme, *(f"{key}{value}" for key, value in self.named.items())])
@@ -454,7 +493,8 @@ class Partition:
 def defaults(scheme: str) -> dict[str, object]:
     """The arguments of a scheme with their defaults, the common ones last."""
     parameters = inspect.signature(PARTITIONS[scheme]).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | COMMON
+    own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return own if scheme in WITHOUT_COMMON else own | COMMON
 
 
 def parse(text: str, pool: str = "all") -> Partition:
@@ -486,7 +526,9 @@ def spelled(text: str) -> tuple[str, dict[str, str]]:
 
 def partition_of(scheme: str, given: dict[str, str], pool: str = "all") -> Partition:
     """The scheme with some of its arguments given as texts."""
-    arguments = defaults(scheme) | {"pool": pool}
+    partition = Partition(scheme, arguments := defaults(scheme))
+    if "pool" in arguments:
+        arguments["pool"] = pool
     for key, value in given.items():
         if key not in arguments:
             raise InputError(f"{scheme} has no argument {key!r}{_near(key, arguments)}")
@@ -496,11 +538,11 @@ def partition_of(scheme: str, given: dict[str, str], pool: str = "all") -> Parti
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise InputError(f"{key} {value!r}: not {what}") from None
-    if arguments["pool"] not in POOLS:
-        raise InputError(f"pool {arguments['pool']!r}: must be one of {', '.join(POOLS)}")
-    if not 0 <= arguments["test"] < 1:
-        raise InputError(f"test {arguments['test']:g}: must be a share >= 0 and < 1")
-    return Partition(scheme, arguments)
+    if partition.pool not in POOLS:
+        raise InputError(f"pool {partition.pool!r}: must be one of {', '.join(POOLS)}")
+    if not 0 <= partition.test < 1:
+        raise InputError(f"test {partition.test:g}: must be a share >= 0 and < 1")
+    return partition
 
 
 def _near(name: str, names: Sequence[str] | dict) -> str:
@@ -515,7 +557,8 @@ def divide(pool: Pool, partition: Partition, origin: dict | None = None) -> Spli
     if users > count:
         raise InputError(f"users {users}: {pool.dataset} has {count} samples, so at most as many")
     deal = PARTITIONS[partition.scheme](pool, **own)
-    held = np.bincount(pool.labels[np.concatenate(deal.owned)], minlength=pool.classes)
+    dealt = np.concatenate([*deal.owned, *(deal.tested or ())])
+    held = np.bincount(pool.labels[dealt], minlength=pool.classes)
     manifest = {
         "scheme": partition.scheme,
         "dataset": pool.dataset,
@@ -523,7 +566,10 @@ def divide(pool: Pool, partition: Partition, origin: dict | None = None) -> Spli
         "omitted_labels": np.flatnonzero(held == 0).tolist(),
     }
     source = (origin or {}) | ({"skew": deal.skew} if deal.skew else {})
-    train, test = _held_out(deal.owned, partition.arguments["test"], deal.rng)
+    if deal.tested is None:
+        train, test = _held_out(deal.owned, partition.test, deal.rng)
+    else:
+        train, test = (tuple(map(deal.rng.permutation, part)) for part in (deal.owned, deal.tested))
     names = deal.names or _names(len(deal.owned))
     return Split(names, train, test, manifest | ({"source": source} if source else {}))
 

@@ -5,7 +5,6 @@ An algorithm adds `round()` and says which User it trains and which options it r
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -16,7 +15,13 @@ import torch
 from torch import Tensor
 
 from FLAlgorithms.evaluation import Evaluator, Key, Metrics, Tally
-from FLAlgorithms.trainmodel.classifier import Classifier, batch_norms, own_values, stackable
+from FLAlgorithms.trainmodel.classifier import (
+    Classifier,
+    batch_norms,
+    copied,
+    own_values,
+    stackable,
+)
 from FLAlgorithms.trainmodel.stacked import count_parameters, stacked
 from FLAlgorithms.users.userbase import User
 from utils.batches import FederatedData, Planner, cells, generator
@@ -338,7 +343,7 @@ class Server:
         if block not in self._users:
             if len(self._users) == KEPT_BLOCKS:
                 self._users.pop(next(iter(self._users)))
-            model = stacked(self.model, block) if block else copy.deepcopy(self.model)
+            model = stacked(self.model, block) if block else copied(self.model)
             self._users[block] = self.user_class(model, block, self.config, self.planner)
         return self._users[block]
 

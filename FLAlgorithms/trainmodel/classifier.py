@@ -7,6 +7,7 @@ runs on stacked parameters unchanged (see stacked.py).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -62,6 +63,16 @@ class Dropout(nn.Module):
 def with_loss(kind: type[nn.Module]) -> type[Classifier]:
     """The class itself, or one of the same name that takes the rest from Classifier."""
     return kind if issubclass(kind, Classifier) else type(kind.__name__, (kind, Classifier), {})
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A model of its own with the same values.
+
+    Tensors that layers keep beside their parameters are results of the last pass (the weight of
+    torch's older weight_norm), which copy.deepcopy refuses with their graph: it goes without.
+    """
+    kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor))
+    return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:

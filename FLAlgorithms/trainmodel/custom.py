@@ -16,18 +16,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from FLAlgorithms.trainmodel.classifier import Classifier, with_loss
 from utils.errors import InputError
 
 
-class _Told:
-    """Mixed into a custom model: an exception in its forward pass is told in one line."""
+class _Guest:
+    """Mixed into a custom model: what it gets is its own, what it raises is told in one line."""
 
-    def __call__(self, *arguments: object) -> object:
+    # Evaluation passes views of the data, and several gradients are taken on one minibatch: what
+    # the model writes into its argument (an activation in place) must reach neither.
+
+    def __call__(self, x: Tensor) -> object:
         with told(type(self).__name__, "in its forward pass"):
-            return super().__call__(*arguments)
+            return super().__call__(x.clone())
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return super().loss(logits, y.clone())
+
+    def correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        return super().correct(logits.clone(), y.clone())
 
 
 def is_custom(name: str) -> bool:
@@ -72,7 +81,7 @@ def load_class(name: str) -> type[Classifier]:
         inspect.signature(kind).bind((1, 1, 1), 2)
     except (TypeError, ValueError):
         raise InputError(f"--model {path}: {wanted} must take (shape, classes)") from None
-    return type(kind.__name__, (_Told, with_loss(kind)), {})
+    return type(kind.__name__, (_Guest, with_loss(kind)), {})
 
 
 @contextmanager

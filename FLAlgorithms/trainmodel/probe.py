@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from FLAlgorithms.trainmodel.classifier import Classifier, Dropout, batch_norms
+from FLAlgorithms.trainmodel.classifier import Classifier, Dropout, batch_norms, copied
 from FLAlgorithms.trainmodel.custom import label, told
 from FLAlgorithms.trainmodel.stacked import stacked
 from utils.errors import InputError
@@ -17,8 +17,8 @@ from utils.errors import InputError
 def check_custom(model: Classifier, name: str, shape: Sequence[int], classes: int) -> None:
     """Try a model of the user's own on two samples of zeros; the model is spent afterwards.
 
-    Raises InputError where it fails, gives no logits, draws from torch's own generator, has
-    parameters that get no gradient or no size yet, or one layer under two names.
+    Raises InputError where it fails, gives no logits, draws from torch's own generator, cannot be
+    copied, has parameters that get no gradient or no size yet, or one layer under two names.
     """
     like, short = next(model.parameters(), None), label(name)
     if like is None:
@@ -49,6 +49,12 @@ def check_custom(model: Classifier, name: str, shape: Sequence[int], classes: in
         raise InputError(
             f"--model {short}: gives {found} for 2 samples, expected logits (2, {classes})"
         )
+    try:
+        copied(model)
+    except Exception as error:  # locks, files, graphs: every kind of object refuses in its own way
+        raise InputError(
+            f"--model {short}: cannot be copied, so users cannot train on copies of it ({error})"
+        ) from error
     if drew:
         raise InputError(
             f"--model {short}: draws random numbers when it runs; the Dropout(p, shape) of "

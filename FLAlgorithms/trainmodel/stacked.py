@@ -6,7 +6,6 @@ not interact: the gradient of the sum of their losses holds each one's own gradi
 
 from __future__ import annotations
 
-import copy
 import math
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from FLAlgorithms.trainmodel.classifier import Classifier, Dropout
+from FLAlgorithms.trainmodel.classifier import Classifier, Dropout, copied
 from FLAlgorithms.trainmodel.models import Mlp
 from utils.params import Scale
 
@@ -157,7 +156,7 @@ class VmapModel(nn.Module):
 
     def __init__(self, module: Classifier, block: tuple) -> None:
         super().__init__()
-        object.__setattr__(self, "one", copy.deepcopy(module))  # not a child: no parameters of ours
+        object.__setattr__(self, "one", copied(module))  # not a child: no parameters of ours
         self.block = block
         self.names = [name for name, _ in module.named_parameters()]
         self.stack = nn.ParameterList(_stack(p, block) for p in module.parameters())
@@ -189,7 +188,7 @@ def stacked(module: Classifier, block: tuple) -> nn.Module:
     """Copies of `module` that train in lockstep, parameters in the module's own order."""
     if not module.lockstep:
         return VmapModel(module, block)
-    copies = copy.deepcopy(module)
+    copies = copied(module)
     for name, child in list(copies.named_modules()):
         if isinstance(child, nn.Linear):
             parent, _, leaf = name.rpartition(".")
