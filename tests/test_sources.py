@@ -396,3 +396,67 @@ def test_jpeg_sources_that_do_not_fit(tmp_path: Path, source: str, message: str,
     assert jpeg.main([str(tmp_path / source), "--output", str(tmp_path / "a.npz")]) == 2
     assert message in stderr_line(capsys.readouterr().err)
     assert not (tmp_path / "a.npz").exists()
+
+
+def packed(folder: Path, target: Path) -> Path:
+    """The files of a folder as a tar archive, without entries for folders, named ./NAME."""
+    with tarfile.open(target, "w") as archive:
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            archive.add(path, f"./{path.relative_to(folder)}")
+    return target
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"test/images/0.JPEG": 8}, "test/images is no class of train, which has cat, dog"),
+        ({"train/bird/0.png": None}, "train/bird holds no NAME.jpg"),
+        ({"test/dog/x.txt": None, "test/bird/0.png": None}, "test/bird holds no NAME.jpg"),
+        ({"train/bird/images/0.jpg": 8}, "train/bird holds no NAME.jpg"),
+        ({"train/cat/cmyk.jpg": -8}, "train/cat/cmyk.jpg: has 4 channels, not RGB or grey"),
+    ],
+)
+def test_jpeg_layouts_that_would_shift_labels(tmp_path, extra, message, archive, capsys) -> None:
+    from PIL import Image
+
+    folder = tmp_path / "in.v1"
+    jpegs(folder)
+    for name, side in extra.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if side is None:
+            (folder / name).write_bytes(b"other")
+        else:
+            Image.new("CMYK" if side < 0 else "RGB", (8, 8)).save(folder / name, "JPEG")
+    source = packed(folder, tmp_path / "in.tar") if archive else folder
+    assert jpeg.main([str(source), "--output", str(tmp_path / "a.npz")]) == 2
+    assert message in stderr_line(capsys.readouterr().err)
+    assert not (tmp_path / "a.npz").exists()
+
+
+def test_an_empty_class_folder_is_refused(tmp_path: Path, capsys) -> None:
+    jpegs(tmp_path / "in")
+    (tmp_path / "in" / "train" / "bird").mkdir()
+    assert jpeg.main([str(tmp_path / "in"), "--output", str(tmp_path / "a.npz")]) == 2
+    assert "train/bird holds no NAME.jpg" in stderr_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_hidden_names_are_no_images_and_others_are_counted(tmp_path, archive, capsys) -> None:
+    folder = tmp_path / "in"
+    jpegs(folder)
+    source = packed(folder, tmp_path / "first.tar") if archive else folder
+    assert jpeg.main([str(source), "--output", str(tmp_path / "a.npz")]) == 0
+    assert capsys.readouterr().err == ""
+    hidden = ("train/.ipynb_checkpoints/x.jpg", "train/cat/._0.jpg", "__MACOSX/train/cat/._0.jpg")
+    other = ("val/cat/0.jpg", "train/cat/x.png", "README")
+    for name in (*hidden, *other):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"no image")
+    source = packed(folder, tmp_path / "second.tar") if archive else folder
+    assert jpeg.main([str(source), "--output", str(tmp_path / "b.npz")]) == 0
+    line = "notice: left out: 3 files, no train|test/CLASS/NAME.jpg; the first: README\n"
+    assert capsys.readouterr().err == line
+    first, second = (np.load(tmp_path / f"{name}.npz") for name in "ab")
+    assert set(first) == set(second) == {"x", "y", "x_test", "y_test"}
+    assert all(np.array_equal(first[name], second[name]) for name in first)

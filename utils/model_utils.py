@@ -172,21 +172,27 @@ def _mnist(name: str, original: str, manifest: dict, home: Path) -> Source:
     missing = [file for file in MNIST_FILES if not (folder / file).exists()]
     if missing:
         _fetch_idx(original, folder, missing)
-    sums = SHA256[name]
-    arrays = [
-        _read_idx(folder / file, shape, name, expected)
-        for (file, shape), expected in zip(MNIST_FILES.items(), sums, strict=True)
-    ]
+    arrays, sums = [], SHA256[name]
+    for (file, shape), expected in zip(MNIST_FILES.items(), sums, strict=True):
+        values, found = _read_idx(folder / file, shape)
+        if found != expected:
+            whose = [f"{other}'s" for other, known in SHA256.items() if found in known]
+            what = [*whose, f"changed (sha256 {found[:8]}, not {expected[:8]})"][0]
+            raise InputError(
+                f"{shown(folder / file)}: is {what}, where {name}'s should be; data of your own"
+                " are a FILE.npz"
+            )
+        arrays.append(values)
     x = np.concatenate(arrays[0::2])[:, np.newaxis]
     y = np.concatenate(arrays[1::2]).astype(np.int64)
     contents = hashlib.sha256("".join(sums).encode()).hexdigest()
     return Source(name, x, y, CLASSES[name], len(arrays[0]), contents=contents)
 
 
-def _read_idx(path: Path, shape: tuple[int, ...], name: str, expected: str) -> np.ndarray:
+def _read_idx(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
     """A gzipped IDX file of bytes: 0, 0, type 8, dimensions; each size (4 bytes); the values.
 
-    InputError unless the sha256 of all that is `expected`, that of the dataset `name`.
+    Returns the values and the sha256 (hex) of all that.
     """
     try:
         with gzip.open(path) as file:
@@ -203,13 +209,8 @@ def _read_idx(path: Path, shape: tuple[int, ...], name: str, expected: str) -> n
         raise InputError(
             f"{shown(path)}: {len(content) - start} values, expected {math.prod(shape)}"
         )
-    if (found := hashlib.sha256(content).hexdigest()) != expected:
-        whose = [other for other, sums in SHA256.items() if found in sums]
-        what = f"{whose[0]}'s" if whose else f"changed (sha256 {found[:8]}, not {expected[:8]})"
-        raise InputError(
-            f"{shown(path)}: is {what}, where {name}'s should be; data of your own are a FILE.npz"
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    values = np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return values, hashlib.sha256(content).hexdigest()
 
 
 def _fetch_idx(original: str, folder: Path, missing: list[str]) -> None:
