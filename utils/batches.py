@@ -7,6 +7,7 @@ trains, in which order or in which block.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.params import Params
 from utils.partition import PARTS
 
 OFFICIAL = "official"  # the dataset's own test rows, which are no user's
 STREAMS = {"users": 0, "batches": 1, "adapt": 2, "dropout": 3}
-STREAMS |= {"absent": 4, "stragglers": 5, "epochs": 6, "partial": 7}
+STREAMS |= {"absent": 4, "stragglers": 5, "epochs": 6, "partial": 7, "noise": 8, "server noise": 9}
 
 
 def generator(stream: str, *key: int) -> np.random.Generator:
@@ -208,15 +210,20 @@ class Planner:
         per_pass = batches_per_pass(sizes, self.config.batch_size, self.merge)
         return self.epochs(ids, round_number) * (per_pass if passes else np.minimum(sizes, 1))
 
-    def local(self, ids: np.ndarray, round_number: int, draws: int) -> Plan:
+    # `call`: how often the block has drawn from the same stream since it received the model; the
+    # first call's key does without it.
+
+    def local(self, ids: np.ndarray, round_number: int, draws: int, call: int = 0) -> Plan:
         """The local steps of a block's users; moves their cursors."""
         plans, steps = [], np.ravel(self.num_steps(ids, round_number)).tolist()
         for (run, user), count in zip(cells(ids), steps, strict=True):
-            at = self._draw("batches", run, user, round_number, "train", count * draws)
+            at = self._draw("batches", run, user, round_number, "train", count * draws, call)
             plans.append(at.reshape(-1, draws, at.shape[-1]))
         return self._assemble(plans, ids.shape)
 
-    def adapt(self, ids: np.ndarray, round_number: int, parts: tuple[str, ...]) -> list[Plan]:
+    def adapt(
+        self, ids: np.ndarray, round_number: int, parts: tuple[str, ...], call: int = 0
+    ) -> list[Plan]:
         """One minibatch of each named part, in turn; "train" alone never touches a cursor."""
         stream = "batches" if self.cyclic and parts != ("train",) else "adapt"
         plans = []
@@ -226,17 +233,18 @@ class Planner:
                 # The next minibatch of the same order where a part comes a second time.
                 before = 0 if self.cyclic else parts[:turn].count(part)
                 count = (before + 1) * min(1, int(self.data.sizes[part][user]))
-                at = self._draw(stream, run, user, round_number, part, count)
+                at = self._draw(stream, run, user, round_number, part, count, call)
                 drawn.append(at[before:, None])
             plans.append(self._assemble(drawn, ids.shape, steps=1))
         return plans
 
-    def finetune(self, ids: np.ndarray, round_number: int, count: int) -> Plan:
+    def finetune(self, ids: np.ndarray, round_number: int, count: int, call: int = 0) -> Plan:
         """`count` minibatches of train data in fresh permutations; never touches a cursor."""
         drawn = []
         for run, user in cells(ids):
             steps = count * min(1, int(self.data.sizes["train"][user]))
-            drawn.append(self._draw("adapt", run, user, round_number, "train", steps)[:, None])
+            at = self._draw("adapt", run, user, round_number, "train", steps, call)
+            drawn.append(at[:, None])
         return self._assemble(drawn, ids.shape)
 
     def full_pass(self, ids: np.ndarray, chunk: int) -> Plan:
@@ -253,7 +261,7 @@ class Planner:
         return plan
 
     def _draw(
-        self, stream: str, run: int, user: int, round_number: int, part: str, count: int
+        self, stream: str, run: int, user: int, round_number: int, part: str, count: int, call: int
     ) -> np.ndarray:
         size = int(self.data.sizes[part][user])
         batch = max(1, min(self.config.batch_size, size))
@@ -264,7 +272,7 @@ class Planner:
             self.cursors[part][run, user] = (start + count) % max(1, per_pass)
         else:
             seed, repetition = self.config.seed, self.repetitions[run]
-            key = (seed, repetition, round_number, user, PARTS.index(part))
+            key = (seed, repetition, round_number, user, PARTS.index(part), *_later(call))
             at = cut(size, batch, count, rng=generator(stream, *key), merge=self.merge)
         return self._rows(user, part, at)
 
@@ -296,10 +304,43 @@ class Planner:
         )
 
 
-def dropout_generator(device: torch.device, *key: int) -> torch.Generator:
-    """torch's generator on `device` for the dropout masks of one user's minibatch."""
-    seed = int(np.random.SeedSequence([STREAMS["dropout"], *key]).generate_state(1, np.uint64)[0])
+def _later(call: int) -> tuple[int, ...]:
+    return (call,) if call else ()
+
+
+def torch_generator(stream: str, device: torch.device | str, *key: int) -> torch.Generator:
+    """torch's own generator for each stream and key, on `device`."""
+    seed = int(np.random.SeedSequence([STREAMS[stream], *key]).generate_state(1, np.uint64)[0])
     return torch.Generator(device).manual_seed(seed >> 1)
+
+
+def dropout_generator(device: torch.device, *key: int, call: int) -> torch.Generator:
+    """For the dropout masks of one user's minibatch."""
+    return torch_generator("dropout", device, *key, *_later(call))
+
+
+def normal(like: Params, stream: str, keys: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Standard normal tensors like `like`, whose leading axes hold one part for each key.
+
+    A part is drawn on the CPU from its key alone, so that the device and the company do not matter.
+    """
+    parts = []
+    for key in keys:
+        rng = torch_generator(stream, "cpu", *key)
+        shapes = [(p.numel() // len(keys), p.dtype) for p in like]
+        parts.append([torch.randn(n, generator=rng, dtype=kind) for n, kind in shapes])
+    together = (torch.stack(same) for same in zip(*parts, strict=True))
+    return [t.reshape(p.shape).to(p.device) for t, p in zip(together, like, strict=True)]
+
+
+def global_states(device: torch.device) -> dict[str, object]:
+    """The state of every generator that no key of ours reaches, by library; to be compared."""
+    kind, words, *rest = np.random.get_state()
+    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
+    states["numpy"] = (kind, words.tobytes(), *rest)
+    if device.type == "cuda":
+        states["torch.cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return states
 
 
 def chunks(rows: slice, size: int) -> Iterator[slice]:

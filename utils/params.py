@@ -78,6 +78,22 @@ def combine(a: Params, b: Params, scale: Scale = 1.0) -> list[Tensor]:
     return [(x - y) * scale for x, y in zip(a, b, strict=True)]
 
 
+@torch.no_grad()
+def norm(params: Params, block: tuple) -> Tensor:
+    """Each user's L2 norm over all the tensors, shape `block`."""
+    squares = [p.detach().square().flatten(len(block)).sum(-1) for p in params]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+@torch.no_grad()
+def clip_(params: Params, limit: float, block: tuple) -> None:
+    """Shorten each user's tensors to the L2 norm `limit`, all by one factor, where it is longer."""
+    length = norm(params, block)
+    shrink = torch.where(length > limit, limit / length, 1.0)
+    for p in params:
+        p.mul_(per_user(shrink, p))
+
+
 class WeightedMean:
     """sum_i weight_i p_i / sum_i weight_i over users that arrive one block at a time.
 

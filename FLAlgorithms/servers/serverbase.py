@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import Field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -24,8 +25,10 @@ from FLAlgorithms.trainmodel.classifier import (
 )
 from FLAlgorithms.trainmodel.stacked import count_parameters, stacked
 from FLAlgorithms.users.userbase import User
-from utils.batches import FederatedData, Planner, cells, generator
+from utils.batches import FederatedData, Planner, cells, generator, global_states, normal
+from utils.errors import InputError
 from utils.params import Params, WeightedMean, assign_, clone, per_user, zeros_like
+from utils.partition import PARTS
 
 if TYPE_CHECKING:
     from utils.config import Config
@@ -71,7 +74,8 @@ class Server:
     them in lockstep, each in a row of its own. Ids are (*lead, number of users).
 
     `options`: the Config fields the algorithm reads beyond the common ones, `unread`: common ones
-    that it does not read. `overrides`: its own defaults of the semantics' switches.
+    that it does not read. `new_options`: those that it adds, {name: utils.options.option(...)}.
+    `defaults`: its own defaults of any options, `overrides`: of the semantics' switches.
     `personal_at`: when personalised models are evaluated, "start" (adapted from w_t before
     training) or "trained" (as they come out of local training).
     `drops_stragglers`: who could not do all its work does not report; else partial work counts.
@@ -82,6 +86,8 @@ class Server:
     user_class: ClassVar[type[User]]
     options: ClassVar[tuple[str, ...]] = ()
     unread: ClassVar[tuple[str, ...]] = ()
+    new_options: ClassVar[dict[str, Field]] = {}
+    defaults: ClassVar[dict[str, object]] = {}
     overrides: ClassVar[dict[str, dict[str, object]]] = {}
     personal_at: str = ""
     drops_stragglers: ClassVar[bool] = False
@@ -119,6 +125,7 @@ class Server:
         self.private = own_values(self.model, bn) if bn == "local" else []
         self.everyone = np.broadcast_to(np.arange(data.num_users), (*self.lead, data.num_users))
         self.round_number = 0
+        self._noises = 0  # drawn in this round
         self.whole = True  # False within a round, when a checkpoint would be torn
         self.pause: Callable[[], None] = lambda: None  # called between rounds; may raise
         self.work = np.zeros((len(models), len(WORK)), dtype=np.int64)
@@ -137,6 +144,11 @@ class Server:
         if kept:
             self.bank["own"] = [t.to(place) for t in self._for_everyone(kept)]
         self.setup()
+
+    @classmethod
+    def reads(cls) -> tuple[str, ...]:
+        """The options that not every algorithm reads, and this one does."""
+        return (*cls.options, *cls.new_options)
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -198,17 +210,19 @@ class Server:
         for user in self._blocks(ids):
             if not self.private:
                 assign_(user.buffers, self.buffers)
-            user.train(**{name: self._spread(params) for name, params in payload.items()})
-            self._check_finite(user)
+            with torch.enable_grad():
+                user.train(**{name: self._spread(params) for name, params in payload.items()})
+            state = {name: getattr(user, name) for name in user.state}
+            self._check_finite(user, {"": user.params} | state)
             for name in self.bank:
                 self._store(user, name)
+            uploads = {name: getattr(user, name) for name in user.uploads}
+            self._count(user, payload, uploads)  # before the evaluation takes gradients, too
             self._look_at(user, tally, after)
             weight = self._weight(user)
             if self.buffers and weight.sum() > 0:
                 buffers.add(weight, [b.to(self.params[0]) for b in user.buffers])
                 last = clone(user.buffers)
-            uploads = {name: getattr(user, name) for name in user.uploads}
-            self._count(user, payload, uploads)
             yield SimpleNamespace(ids=user.ids, weight=weight, **uploads)
         if after and (tally or self._keeping()):
             for user in self._blocks(self._others(ids)):
@@ -229,17 +243,33 @@ class Server:
         """Zeros like the global parameters."""
         return zeros_like(self.params)
 
+    def noise(self) -> list[Tensor]:
+        """Standard normal tensors like the global parameters, fresh ones at every call.
+
+        Those of a repetition depend on (seed, repetition, round, number of the call) alone.
+        """
+        self._noises += 1
+        key = (self.round_number, self._noises)
+        keys = [(self.config.seed, repetition, *key) for repetition in self.repetitions]
+        return normal(self.params, "server noise", keys)
+
     # ---- the run
 
     def run(self) -> None:
         """All rounds; raises Diverged as soon as no repetition is finite any more."""
         self.run_rounds(self.config.num_global_iters - self.round_number)
         self._evaluate_global()
+        if self.config.save_models and self.personal_at == "start":
+            cursors = copy.deepcopy(self.planner.cursors)  # what is kept changes no run
+            for user in self._blocks(self.everyone):
+                self._keep_personal(user, _personal_models(user))
+            self.planner.cursors = cursors
 
     def run_rounds(self, count: int) -> None:
         """`count` rounds, each evaluated as it is due."""
         for _ in range(count):
-            self.whole = False
+            self.whole, self._noises = False, 0
+            before = global_states(self.params[0].device)
             if not self.personal_at:
                 self._evaluate_global()
             if self.personal_at == "start" and (tally := self._tally()):
@@ -248,6 +278,7 @@ class Server:
                 self._hand_over(tally)
             private = clone(self.private)
             self.round()
+            self._check_keyed(before)
             assign_(self.private, private)
             if self._stay:  # not even the server's momentum moves a round without reports
                 silent, before = self._stay
@@ -264,6 +295,16 @@ class Server:
             for run, observer in self._watching():
                 observer.round_done(self.round_number, selected[run])
             self.pause()
+
+    def _check_keyed(self, before: dict[str, object]) -> None:
+        """InputError if a generator drew that no seed of the run reaches."""
+        after = global_states(self.params[0].device)
+        if drew := [library for library, state in before.items() if state != after[library]]:
+            raise InputError(
+                f"--algorithm {self.config.algorithm}: {self.user_class.__name__} or "
+                f"{type(self).__name__} draws from {drew[0]}'s global generator, so that its "
+                "numbers depend on blocks and cannot be repeated; use self.noise()"
+            )
 
     def checkpoint(self, run: int = 0) -> dict[str, object]:
         """All that later rounds of a repetition depend on; randomness is keyed, none is kept."""
@@ -305,9 +346,6 @@ class Server:
 
         Needs `--save_models` and a finished run; empty where the algorithm has none.
         """
-        if self.personal_at == "start":
-            for user in self._blocks(self.everyone):
-                self._keep_personal(user, _personal_models(user))
         names = self.evaluator.names
         kept = [k[run] for k in self._kept] if self.lead else self._kept
         return dict(zip(names, kept, strict=True)) if kept else {}
@@ -383,13 +421,13 @@ class Server:
 
     def _count(self, user: User, payload: dict[str, Params], uploads: dict[str, object]) -> None:
         """Add a block's work to the totals; what a real federation would have sent included."""
-        plan, runs = user.plan, len(self.repetitions)
-        calls = user.calls / max(len(plan.rows), 1)  # gradients of each local step
+        runs = len(self.repetitions)
         users = user.ids.size // runs
         # Who has nothing to report is sent nothing either.
         reported = bool(uploads) * self._reported(user).reshape(runs, -1).sum(-1)
-        steps = plan.steps.reshape(runs, -1).sum(-1)
-        samples = plan.counts.sum((0, 1)).reshape(runs, -1).sum(-1)
+        samples = user.samples.reshape(runs, -1).sum(-1)
+        taken = torch.as_tensor(user.gradients_taken, dtype=torch.float64).expand(user.block)
+        gradients = taken.reshape(runs, -1).sum(-1).cpu().numpy()
         extra = _bytes(self.buffers) - _bytes(self.private)
         sent = [p for ps in (self.params, *payload.values()) for p in ps]
         down = bool(uploads) * (_bytes(sent) // runs + extra)
@@ -397,11 +435,11 @@ class Server:
         up = _bytes(received) // max(user.ids.size, 1) + extra
         self.work += np.stack(
             [
-                np.zeros_like(steps),
-                np.full_like(steps, users),
+                np.zeros_like(samples),
+                np.full_like(samples, users),
                 samples,
-                np.rint(steps * calls).astype(np.int64),
-                np.full_like(steps, users * down),
+                gradients.astype(np.int64),
+                np.full_like(samples, users * down),
                 reported * up,
                 reported,
             ],
@@ -475,6 +513,7 @@ class Server:
         return self.config.save_models and self.round_number == self.config.num_global_iters - 1
 
     def _keep_personal(self, user: User, found: dict[str, Params]) -> None:
+        self._check_finite(user, found)
         if not self._kept:
             self._kept = self._for_everyone([*self.zeros(), *self.buffers])
         for rows, value in zip(self._kept, found[self.config.primary], strict=True):
@@ -485,30 +524,39 @@ class Server:
         for (run, name), metrics in tally.metrics().items():
             of_run.setdefault(run, {})[name] = metrics
         for run, observer in self._watching():
-            models = of_run[run]
+            models = dict(of_run[run])
             if "" in models:
                 observer.evaluated(self.round_number, models.pop(""))
             if models:
                 observer.personalized(self.round_number, models)
         for run, models in of_run.items():
-            bad = np.flatnonzero(~np.isfinite(models[""].loss["train"])) if "" in models else []
-            if len(bad):
-                self._diverged(run, f"the global model's train loss of user {bad[0]} is not finite")
+            for name, metrics in models.items():
+                what = f"the personalised model {name}" if name else "the global model"
+                # Official test rows, which may judge the global model, are no user's.
+                for part in PARTS if name else ("train",):
+                    for i in np.flatnonzero(~np.isfinite(metrics.loss[part]))[:1]:
+                        self._diverged(run, f"{what}'s {part} loss of user {i} is not finite")
 
     # ---- divergence
 
-    def _check_finite(self, user: User) -> None:
-        # A loss that is not finite leaves a gradient, and so a model, that is not.
-        sums = torch.stack([p.detach().flatten(len(user.block)).sum(-1) for p in user.params])
-        bad = (~torch.isfinite(sums.sum(0))).reshape(-1).cpu().numpy()
-        for (run, i), lost in zip(cells(user.ids), bad, strict=True):
-            if lost:
-                self._diverged(run, f"the training loss of user {i} is not finite")
+    def _check_finite(self, user: User, found: dict[str, Params]) -> None:
+        """Of a block: the trained parameters, called "", or what is personal, by name."""
+        sums = []
+        for params in found.values():
+            floats = [p.detach() for p in params if p.is_floating_point()]
+            sums.append(torch.stack([p.flatten(len(user.block)).sum(-1) for p in floats]).sum(0))
+        bad = ~torch.isfinite(torch.stack(sums)).reshape(len(found), -1).cpu().numpy()
+        for name, lost in zip(found, bad, strict=True):
+            # A loss that is not finite leaves a gradient, and so a model, that is not.
+            what = f"the personalised model {name}" if name in user.personal else name
+            for place in np.flatnonzero(lost):
+                run, i = cells(user.ids)[place]
+                self._diverged(run, f"{what or 'the training loss'} of user {i} is not finite")
 
     def _diverged(self, run: int, what: str) -> None:
         """Note it; the other repetitions in lockstep go on."""
         values = {name: getattr(self.config, name) for name in self.step_options}
-        default = type(self.config)()
+        default = type(self.config)(algorithm=self.config.algorithm)
         raised = [n for n, v in values.items() if v > (getattr(default, n) or 0)]
         look = ", ".join(f"--{n} (now {values[n]:g})" for n in raised or self.step_options[:1])
         message = f"diverged in round {self.round_number}: {what}; look at {look}"
@@ -551,7 +599,9 @@ def _block_size(config: Config, model: Classifier, num_users: int, runs: int) ->
 
 def _personal_models(user: User) -> dict[str, Params]:
     """Parameters and then buffers, by name; the statistics are the user's own."""
-    return {name: [*params, *user.buffers] for name, params in user.personalized().items()}
+    with torch.enable_grad():
+        found = user.personalized()
+    return {name: [*params, *user.buffers] for name, params in found.items()}
 
 
 def _bytes(tensors: Params) -> int:
