@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +17,21 @@ from FLAlgorithms.trainmodel.custom import is_custom
 from FLAlgorithms.trainmodel.models import MODELS
 from FLAlgorithms.trainmodel.vision import NORMS
 from utils.errors import InputError, Parser
-from utils.files import is_foreign
 from utils.model_utils import DATASETS, NORMALIZE, dataset_name, default_partition, is_file
+from utils.options import (
+    COUNT,
+    STEP,
+    Auto,
+    Choice,
+    Flag,
+    Number,
+    Range,
+    Text,
+    WholePath,
+    checked,
+    option,
+    parse_text,
+)
 from utils.schemes import Partition, parse
 
 SEMANTICS: dict[str, dict[str, object]] = {
@@ -51,124 +63,27 @@ SEMANTICS["authors2020"] = SEMANTICS["authors"] | {
 SWITCHES = tuple(SEMANTICS["paper"])
 
 
-class _Number:
-    """Parses a number within [low, high]; `above` excludes low itself."""
-
-    def __init__(self, kind: type, low: float, high: float = math.inf, above: bool = False) -> None:
-        self.kind, self.low, self.high, self.above = kind, low, high, above
-        name = "a whole number" if kind is int else "a number"
-        limit = f"> {low:g}" if above else f">= {low:g}"
-        self.says = f"{name} {limit}" + (f" and <= {high:.9g}" if high < math.inf else "")
-
-    def __call__(self, text: str) -> float:
-        value = self.kind(text)
-        low_enough = value > self.low if self.above else value >= self.low
-        if not (math.isfinite(value) and low_enough and value <= self.high):
-            raise ValueError(text)
-        return value
-
-
-class _Choice:
-    """Parses one of some names."""
-
-    def __init__(self, names: Collection) -> None:
-        self.names = {str(n): n for n in names}
-        self.says = "one of " + ", ".join(self.names)
-
-    def __call__(self, text: str) -> object:
-        if text not in self.names:
-            raise ValueError(text)
-        return self.names[text]
-
-    def hint(self, text: str) -> str:
-        """The nearest valid name, as a question; empty if none is near."""
-        lower = {name.lower(): name for name in self.names}
-        near = difflib.get_close_matches(text.lower(), lower, n=1, cutoff=0.5)
-        return f"; did you mean {lower[near[0]]}?" if near else ""
-
-
-class _Model(_Choice):
+class _Model(Choice):
     """Parses the name of a model, or FILE.py:Class."""
 
     def __init__(self) -> None:
-        super().__init__(MODELS)
-        self.says += ", or FILE.py:Class"
+        super().__init__(MODELS, ", or FILE.py:Class")
 
     def __call__(self, text: str) -> str:
-        return text if is_custom(text) and _Text()(text) else super().__call__(text)
+        return text if is_custom(text) and Text()(text) else super().__call__(text)
 
 
-class _Dataset(_Choice):
+class _Dataset(Choice):
     """Parses a dataset's name, or the path of a file of arrays."""
 
     def __init__(self) -> None:
-        super().__init__(DATASETS)
-        self.says += ", or a FILE.npz"
+        super().__init__(DATASETS, ", or a FILE.npz")
 
     def __call__(self, text: str) -> object:
-        return _Path()(text) if is_file(text) else super().__call__(text)
+        return WholePath()(text) if is_file(text) else super().__call__(text)
 
 
-class _Flag:
-    """A switch without a value on the command line, true or false in YAML."""
-
-    says = "true or false"
-
-    def __call__(self, text: str) -> bool:
-        return {"true": True, "false": False}[text.lower()]
-
-
-class _Text:
-    """Any text that is not empty."""
-
-    says = "a name or path"
-
-    def __call__(self, text: str) -> str:
-        if not text or "\0" in text:
-            raise ValueError(text)
-        text.encode()  # a lone surrogate is no text
-        return text
-
-
-class _Auto(_Number):
-    """`auto` or a whole number >= 0."""
-
-    def __init__(self) -> None:
-        super().__init__(int, 0, 10**6)
-        self.says = f"auto or {self.says}"
-
-    def __call__(self, text: str) -> object:
-        return text if text == "auto" else super().__call__(text)
-
-
-class _Range(_Number):
-    """Two whole numbers LO HI, both >= 1: `2 5` or `[2, 5]`."""
-
-    def __init__(self) -> None:
-        super().__init__(int, 1, 10**7)
-        self.says = f"two whole numbers LO HI with 1 <= LO <= HI <= {self.high}"
-
-    def __call__(self, text: str) -> tuple[int, int]:
-        plain = text.removeprefix("[").removesuffix("]").replace(",", " ")
-        low, high = map(super().__call__, plain.split())
-        if low > high:
-            raise ValueError(text)
-        return low, high
-
-
-def _option(default: object, parse: Callable[[str], object], text: str):
-    return dataclasses.field(default=default, metadata={"parse": parse, "help": text})
-
-
-class _Path(_Text):
-    """A path, kept whole, so that a recorded run can be repeated from elsewhere."""
-
-    def __call__(self, text: str) -> str:
-        text = super().__call__(text)
-        return text if is_foreign(text) else str(Path(text).resolve())
-
-
-class _Partition(_Text):
+class _Partition(Text):
     """A scheme and its arguments; what is wrong with them is told in full."""
 
     def __call__(self, text: str) -> str:
@@ -176,157 +91,186 @@ class _Partition(_Text):
         return super().__call__(text)
 
 
-_STEP = _Number(float, 0)
-_COUNT = _Number(int, 1, 10**9)
+def _declared() -> dict[str, dataclasses.Field]:
+    """The options that algorithms declare in their own files; one that two read is one object."""
+    found: dict[str, dataclasses.Field] = {}
+    for algorithm, cls in ALGORITHMS.items():
+        for name, field in cls.new_options.items():
+            if found.setdefault(name, field) is not field:
+                raise TypeError(f"{algorithm}: new option {name} is another algorithm's, too")
+    return found
 
 
-@dataclass(frozen=True)
-class Config:
+DECLARED = _declared()
+_Declared = dataclasses.make_dataclass(
+    "_Declared", [(name, object, field) for name, field in DECLARED.items()], frozen=True
+)
+
+
+@dataclass(frozen=True, init=False)
+class Config(_Declared):
     """Everything that defines a job; the defaults are the headline experiment.
 
-    A switch that is None takes the value that `semantics` gives it (see `resolved`).
+    A switch that is None takes the value that `semantics` gives it (see `resolved`). The options
+    that algorithms declare follow those that are here.
     """
 
-    dataset: str = _option("Mnist", _Dataset(), "data set, or a FILE.npz of arrays x, y")
-    model: str = _option("mclr", _Model(), "model; or FILE.py:Class, your own")
-    norm: str | None = _option(
-        None, _Choice(NORMS), "what follows convolutions (default: by architecture)"
+    dataset: str = option("Mnist", _Dataset(), "data set, or a FILE.npz of arrays x, y")
+    model: str = option("mclr", _Model(), "model; or FILE.py:Class, your own")
+    norm: str | None = option(
+        None, Choice(NORMS), "what follows convolutions (default: by architecture)"
     )
-    pretrained: bool = _option(False, _Flag(), "start ResNets from torchvision's ImageNet weights")
-    bn: str = _option(
+    pretrained: bool = option(False, Flag(), "start ResNets from torchvision's ImageNet weights")
+    bn: str = option(
         "aggregate",
-        _Choice(("aggregate", "local")),
+        Choice(("aggregate", "local")),
         "BatchNorm parameters and statistics: averaged, or every user's own (FedBN)",
     )
-    algorithm: str = _option("pFedMe", _Choice(ALGORITHMS), "algorithm")
-    batch_size: int = _option(20, _COUNT, "samples per minibatch")
-    learning_rate: float = _option(
-        0.005, _STEP, "local step eta (pFedMe: of the outer steps; PerAvg: alpha)"
+    algorithm: str = option("pFedMe", Choice(ALGORITHMS), "algorithm")
+    batch_size: int = option(20, COUNT, "samples per minibatch")
+    learning_rate: float = option(
+        0.005, STEP, "local step eta (pFedMe: of the outer steps; PerAvg: alpha)"
     )
-    num_global_iters: int = _option(800, _Number(int, 0, 10**9), "communication rounds")
-    local_epochs: int = _option(
-        20, _Number(int, 1, 10**7), "local work R per round: minibatch steps or passes"
+    num_global_iters: int = option(800, Number(int, 0, 10**9), "communication rounds")
+    local_epochs: int = option(
+        20, Number(int, 1, 10**7), "local work R per round: minibatch steps or passes"
     )
-    local_unit: str = _option(
+    local_unit: str = option(
         "steps",
-        _Choice(("steps", "epochs")),
+        Choice(("steps", "epochs")),
         "what --local_epochs counts: minibatch steps or passes",
     )
-    local_epochs_range: tuple[int, int] | None = _option(
-        None, _Range(), "draw each user's --local_epochs of a round from LO to HI, both included"
+    local_epochs_range: tuple[int, int] | None = option(
+        None, Range(), "draw each user's --local_epochs of a round from LO to HI, both included"
     )
-    stragglers: float = _option(
-        0.0, _Number(float, 0, 1), "share of the sampled users that do 1 to all of their local work"
+    stragglers: float = option(
+        0.0, Number(float, 0, 1), "share of the sampled users that do 1 to all of their local work"
     )
-    user_dropout: float = _option(
-        0.0, _Number(float, 0, 1), "probability that a sampled user does not report"
+    user_dropout: float = option(
+        0.0, Number(float, 0, 1), "probability that a sampled user does not report"
     )
-    numusers: int = _option(5, _COUNT, "users sampled per round")
-    times: int = _option(1, _Number(int, 1, 10**6), "repetitions")
-    repetition: int | None = _option(
-        None, _Number(int, 0, 10**6), "run this one of the --times repetitions, counted from 0"
+    numusers: int = option(5, COUNT, "users sampled per round")
+    times: int = option(1, Number(int, 1, 10**6), "repetitions")
+    repetition: int | None = option(
+        None, Number(int, 0, 10**6), "run this one of the --times repetitions, counted from 0"
     )
-    seed: int = _option(0, _Number(int, 0, 2**32 - 1), "seed of initial model, sampling, batches")
-    optimizer: str = _option(
-        "SGD", _Choice(("SGD",)), "kept for old commands; every algorithm brings its own solver"
+    seed: int = option(0, Number(int, 0, 2**32 - 1), "seed of initial model, sampling, batches")
+    optimizer: str = option(
+        "SGD", Choice(("SGD",)), "kept for old commands; every algorithm brings its own solver"
     )
-    split: str = _option("default", _Text(), "default, published, a split file, or a LEAF folder")
-    partition: str | None = _option(
+    split: str = option("default", Text(), "default, published, a split file, or a LEAF folder")
+    partition: str | None = option(
         None,
         _Partition(),
         "SCHEME[:key=value,...]: draw the split so, or reuse its file "
         "(python -m utils.partition --help)",
     )
-    test_set: str = _option(
+    test_set: str = option(
         "user",
-        _Choice(("user", "global")),
+        Choice(("user", "global")),
         "test data of the global model: the users' test parts, or the data set's official ones",
     )
-    data_dir: str | None = _option(
-        None, _Path(), "folder of the data set's own files (default: in data/)"
+    data_dir: str | None = option(
+        None, WholePath(), "folder of the data set's own files (default: in data/)"
     )
-    normalize: str | None = _option(
-        None, _Choice(NORMALIZE), "features (default: by data set; images: pixel or channel)"
+    normalize: str | None = option(
+        None, Choice(NORMALIZE), "features (default: by data set; images: pixel or channel)"
     )
-    semantics: str = _option(
-        "paper", _Choice(SEMANTICS), "defaults of the switches: the papers' or the authors' code's"
+    semantics: str = option(
+        "paper", Choice(SEMANTICS), "defaults of the switches: the papers' or the authors' code's"
     )
-    weighting: str | None = _option(
-        None, _Choice(("uniform", "samples")), "weights of the average over sampled users"
+    weighting: str | None = option(
+        None, Choice(("uniform", "samples")), "weights of the average over sampled users"
     )
-    batches: str | None = _option(
-        None, _Choice(("shuffled", "cyclic")), "minibatches: fresh permutations, or file order"
+    batches: str | None = option(
+        None, Choice(("shuffled", "cyclic")), "minibatches: fresh permutations, or file order"
     )
-    shared_init: str | None = _option(
-        None, _Choice(("yes", "no")), "all repetitions start from one model"
+    shared_init: str | None = option(
+        None, Choice(("yes", "no")), "all repetitions start from one model"
     )
-    beta: float = _option(1.0, _STEP, "pFedMe: server step; PerAvg: step of the meta-update")
-    lamda: float = _option(15.0, _STEP, "strength of the proximal term")
-    K: int = _option(5, _COUNT, "inner steps for theta per local step")
-    personal_learning_rate: float = _option(0.1, _STEP, "step of the inner steps for theta")
-    inner_weight_decay: float | None = _option(None, _STEP, "weight decay of the inner steps")
-    theta_start: str | None = _option(
-        None, _Choice(("cold", "warm")), "theta starts each local round at w_i, or where it was"
+    beta: float = option(1.0, STEP, "pFedMe: server step; PerAvg: step of the meta-update")
+    lamda: float = option(15.0, STEP, "strength of the proximal term")
+    K: int = option(5, COUNT, "inner steps for theta per local step")
+    personal_learning_rate: float = option(0.1, STEP, "step of the inner steps for theta")
+    inner_weight_decay: float | None = option(None, STEP, "weight decay of the inner steps")
+    theta_start: str | None = option(
+        None, Choice(("cold", "warm")), "theta starts each local round at w_i, or where it was"
     )
-    personal: str | None = _option(
-        None, _Choice(("theta", "local")), "which model is the personalised one"
+    personal: str | None = option(
+        None, Choice(("theta", "local")), "which model is the personalised one"
     )
-    participation: str = _option(
-        "all", _Choice(("all", "sampled")), "who trains: all users (paper) or the sampled ones"
+    participation: str = option(
+        "all", Choice(("all", "sampled")), "who trains: all users (paper) or the sampled ones"
     )
-    hessian: str = _option(
-        "fo", _Choice(("fo", "hf", "exact")), "second-order term: dropped, by differences, exact"
+    hessian: str = option(
+        "fo", Choice(("fo", "hf", "exact")), "second-order term: dropped, by differences, exact"
     )
-    hf_delta: float = _option(1e-3, _Number(float, 0, above=True), "step of --hessian hf")
-    peravg_update: str | None = _option(
-        None, _Choice(("restore", "two_step")), "beta-step from the original w, or a second step"
+    hf_delta: float = option(1e-3, Number(float, 0, above=True), "step of --hessian hf")
+    peravg_update: str | None = option(
+        None, Choice(("restore", "two_step")), "beta-step from the original w, or a second step"
     )
-    adapt: str | None = _option(
-        None, _Choice(("train", "test_test", "test_train")), "data of the adaptation at evaluation"
+    adapt: str | None = option(
+        None, Choice(("train", "test_test", "test_train")), "data of the adaptation at evaluation"
     )
-    mu: float = _option(0.0, _STEP, "strength of the proximal term mu/2 |y - x|^2")
-    momentum: float = _option(
-        0.0, _Number(float, 0, 0.999999), "local momentum, buffer zeroed every round"
+    mu: float = option(0.0, STEP, "strength of the proximal term mu/2 |y - x|^2")
+    momentum: float = option(
+        0.0, Number(float, 0, 0.999999), "local momentum, buffer zeroed every round"
     )
-    server_momentum: float = _option(0.0, _Number(float, 0, 0.999999), "momentum of the server")
-    server_learning_rate: float = _option(1.0, _STEP, "scale of the server's step")
-    finetune_steps: int = _option(
-        0, _Number(int, 0, 10**6), "evaluate the global model after so many steps of each user, too"
+    server_momentum: float = option(0.0, Number(float, 0, 0.999999), "momentum of the server")
+    server_learning_rate: float = option(1.0, STEP, "scale of the server's step")
+    finetune_steps: int = option(
+        0, Number(int, 0, 10**6), "evaluate the global model after so many steps of each user, too"
     )
-    scaffold_option: int = _option(2, _Choice((1, 2)), "how c_i is updated: option I or II")
-    eval_every: int = _option(1, _Number(int, 0, 10**9), "rounds between evaluations; 0: never")
-    gpu: int = _option(0, _Number(int, -1, 10**6), "CUDA device; -1: CPU")
-    block_size: int | str = _option(
-        "auto", _Auto(), "users trained in lockstep; 0: one at a time (reference engine)"
+    scaffold_option: int = option(2, Choice((1, 2)), "how c_i is updated: option I or II")
+    eval_every: int = option(1, Number(int, 0, 10**9), "rounds between evaluations; 0: never")
+    gpu: int = option(0, Number(int, -1, 10**6), "CUDA device; -1: CPU")
+    block_size: int | str = option(
+        "auto", Auto(), "users trained in lockstep; 0: one at a time (reference engine)"
     )
-    threads: int = _option(1, _Number(int, 1, 1024), "CPU threads")
-    jobs: int = _option(1, _Number(int, 1, 1024), "processes that share the repetitions")
-    lockstep: str = _option(
-        "auto", _Choice(("auto", "yes", "no")), "all repetitions in one block; auto: on a GPU"
+    threads: int = option(1, Number(int, 1, 1024), "CPU threads")
+    jobs: int = option(1, Number(int, 1, 1024), "processes that share the repetitions")
+    lockstep: str = option(
+        "auto", Choice(("auto", "yes", "no")), "all repetitions in one block; auto: on a GPU"
     )
-    state_device: str = _option(
-        "model", _Choice(("model", "cpu")), "where users' persistent state lies"
+    state_device: str = option(
+        "model", Choice(("model", "cpu")), "where users' persistent state lies"
     )
-    tf32: bool = _option(False, _Flag(), "allow TF32 products on a GPU")
-    dtype: str = _option("float32", _Choice(("float32", "float64")), "number type")
-    results_dir: str = _option("results", _Text(), "folder of the result files")
-    log_file: str | None = _option(None, _Text(), "append one plain line per round to this file")
-    save_every: float = _option(30.0, _STEP, "seconds between saves of an unfinished run")
-    resume: bool = _option(
-        False, _Flag(), "go on from checkpoints; repetitions that are finished are kept"
+    tf32: bool = option(False, Flag(), "allow TF32 products on a GPU")
+    dtype: str = option("float32", Choice(("float32", "float64")), "number type")
+    results_dir: str = option("results", Text(), "folder of the result files")
+    log_file: str | None = option(None, Text(), "append one plain line per round to this file")
+    save_every: float = option(30.0, STEP, "seconds between saves of an unfinished run")
+    resume: bool = option(
+        False, Flag(), "go on from checkpoints; repetitions that are finished are kept"
     )
-    save_models: bool = _option(
-        False, _Flag(), "store the personalised models in the `_p` result file"
+    save_models: bool = option(
+        False, Flag(), "store the personalised models in the `_p` result file"
     )
 
-    def __post_init__(self) -> None:
+    def __init__(self, **given: object) -> None:
+        """Options by name; others have the algorithm's own default, or else the common one.
+
+        Raises InputError where the command line would.
+        """
+        if unknown := [name for name in given if name not in FIELDS]:
+            near = difflib.get_close_matches(unknown[0], FIELDS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"Config: {unknown[0]}: unknown option{hint}")
+        given = {name: checked(FIELDS[name], v, f"Config: {name}") for name, v in given.items()}
+        own = ALGORITHMS[given.get("algorithm", Config.algorithm)].defaults
+        for name, field in FIELDS.items():
+            object.__setattr__(self, name, (own | given).get(name, field.default))
+        self._check()
+
+    def _check(self) -> None:
+        """InputError where options contradict each other."""
         if self.repetition is not None and self.repetition >= self.times:
             raise InputError(
                 f"--repetition {self.repetition}: --times {self.times} has repetitions "
                 f"0 to {self.times - 1}; raise --times"
             )
-        if self.bn == "local" and "bn" not in self.server_class.options:
-            able = ", ".join(a for a, cls in ALGORITHMS.items() if "bn" in cls.options)
+        if self.bn == "local" and "bn" not in self.server_class.reads():
+            able = ", ".join(a for a, cls in ALGORITHMS.items() if "bn" in cls.reads())
             raise InputError(f"--bn local: not for {self.algorithm}, only for {able}")
         if self.partition is not None and self.split != "default":
             raise InputError(
@@ -379,15 +323,23 @@ class Config:
             self, **{k: v for k, v in values.items() if getattr(self, k) is None}
         )
 
+    def common(self) -> Config:
+        """The same algorithm with every option at the default that all algorithms have."""
+        own = {name: FIELDS[name].default for name in self.server_class.defaults}
+        return Config(**own | {"algorithm": self.algorithm}).resolved()
+
     def options(self) -> list[str]:
         """The fields that this algorithm reads."""
-        own, unread = self.server_class.options, self.server_class.unread
+        own, unread = self.server_class.reads(), self.server_class.unread
         return [f for f in FIELDS if f in own or (f not in ALGORITHM_FIELDS and f not in unread)]
 
 
-FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Config)}
+# Inherited fields come first in a dataclass, and last here.
+FIELDS: dict[str, dataclasses.Field] = {
+    f.name: f for f in sorted(dataclasses.fields(Config), key=lambda f: f.name in DECLARED)
+}
 # Fields that only some algorithms read; everything else is common.
-ALGORITHM_FIELDS = frozenset().union(*(cls.options for cls in ALGORITHMS.values()))
+ALGORITHM_FIELDS = frozenset().union(*(cls.reads() for cls in ALGORITHMS.values()))
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
 NOT_NUMBERS = frozenset(
     "times repetition optimizer semantics split partition data_dir gpu block_size threads jobs "
@@ -425,12 +377,7 @@ def parse_value(name: str, text: str, where: str) -> object:
 
     Raises InputError naming the value and what is valid.
     """
-    parse = FIELDS[name].metadata["parse"]
-    try:
-        return parse(text)
-    except (ValueError, KeyError, OverflowError):
-        hint = parse.hint(text) if hasattr(parse, "hint") else ""
-        raise InputError(f"{where} {text!r}: not {parse.says}{hint}") from None
+    return parse_text(FIELDS[name], text, where)
 
 
 def read_yaml(path: str) -> yaml.MappingNode:
@@ -492,7 +439,7 @@ def yaml_text(key: str, node: yaml.Node, where: str) -> str:
 
 def is_pair(key: str, node: yaml.Node) -> bool:
     """Whether a list is one value, of an option that takes two numbers."""
-    if not isinstance(FIELDS[key].metadata["parse"], _Range):
+    if not isinstance(FIELDS[key].metadata["parse"], Range):
         return False
     listed = isinstance(node, yaml.SequenceNode)
     return listed and all(isinstance(part, yaml.ScalarNode) for part in node.value)
@@ -509,21 +456,23 @@ def build_parser() -> Parser:
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, field in FIELDS.items():
-        readers = [a for a, cls in ALGORITHMS.items() if name in cls.options]
+        readers = [a for a, cls in ALGORITHMS.items() if name in cls.reads()]
         title = "read by " + ", ".join(readers) if readers else "common options"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         group = groups[title]
         parse, text = field.metadata["parse"], field.metadata["help"]
-        if isinstance(parse, _Flag):
+        if isinstance(parse, Flag):
             group.add_argument(f"--{name}", action="store_const", const="true", help=text)
             continue
-        if isinstance(parse, _Range):
+        if isinstance(parse, Range):
             group.add_argument(f"--{name}", nargs=2, metavar=("LO", "HI"), help=text)
             continue
         default = "by semantics" if name in SWITCHES else field.default
-        shown = "" if default is None else f" (default: {default})"
-        choices = "{" + ",".join(parse.names) + "}" if isinstance(parse, _Choice) else None
+        own = {a: cls.defaults[name] for a, cls in ALGORITHMS.items() if name in cls.defaults}
+        shown = [*([] if default is None else [default]), *(f"{a}: {v}" for a, v in own.items())]
+        shown = f" (default: {'; '.join(map(str, shown))})" if shown else ""
+        choices = "{" + ",".join(parse.names) + "}" if isinstance(parse, Choice) else None
         group.add_argument(f"--{name}", metavar=choices or name.upper(), help=text + shown)
     group = parser.add_argument_group("files")
     for name, (metavar, text) in FILES.items():

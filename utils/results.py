@@ -55,9 +55,10 @@ def name_fields(config: Config) -> tuple[str, ...]:
 def identity(config: Config, split: Split) -> dict[str, object]:
     """Every field that changes this algorithm's numbers and is not at its default.
 
-    Only what differs from the default counts, so that a new option changes no old name.
+    Only what differs from the default counts, so that a new option changes no old name; from the
+    common default, so that an algorithm's own one does not, either.
     """
-    default = Config(algorithm=config.algorithm).resolved()
+    default = config.common()
     found = {
         name: getattr(config, name)
         for name in config.options()
