@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 import main
 import main_plot
 from FLAlgorithms.servers import ALGORITHMS
-from tests.toys import federation, flat, run_main, watched
+from tests.toys import federation, flat, run_main, suite_with, watched
 from utils.config import FIELDS, NOT_NUMBERS, Config, notices, parse_command_line
 from utils.errors import InputError
 from utils.grid import read_grid
@@ -456,33 +455,23 @@ def test_ctrl_c_keeps_what_was_measured(times, jobs, lockstep, leaf):
 
 
 def test_a_toy_algorithm_is_two_files_and_one_line(leaf, tmp_path):
-    """The example of the README, as it stands there."""
+    """The examples of the README, as they stand there."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n# (FLAlgorithms/\S+)\n(.*?)```", readme, re.S)
-    assert [Path(name).parent.name for name, _ in blocks] == ["users", "servers"]
-    line = re.search(r'^ {4}"(\w+)": \1,  # the new line$', readme, re.M)
-    home = tmp_path / "suite"
-    ignore = shutil.ignore_patterns("__pycache__")
-    for folder in ("FLAlgorithms", "utils"):
-        shutil.copytree(ROOT / folder, home / folder, ignore=ignore)
-    shutil.copy(ROOT / "main.py", home)
-    for name, text in blocks:
-        (home / name).write_text(text)
-    registry = home / "FLAlgorithms/servers/__init__.py"
-    module = Path(blocks[1][0]).stem
-    text = registry.read_text()
-    text = f"from FLAlgorithms.servers.{module} import {line[1]}\n{text}"
-    text = text.replace('    "pFedMe"', f'    "{line[1]}": {line[1]},\n    "pFedMe"')
-    registry.write_text(text)
-    words = ["--algorithm", line[1], "--dataset", "Synthetic", "--split", str(leaf)]
-    words += ["--num_global_iters", "2", "--numusers", "2", "--results_dir", str(tmp_path / "r")]
-    script = [sys.executable, str(home / "main.py"), *words]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (path,) = (tmp_path / "r").glob(f"Synthetic_mclr_{line[1]}_*_0.h5")
-    with h5py.File(path) as file:
-        assert file.attrs["class"] == line[1]
-        assert len(file["rs_glob_acc"]) == 3
+    lines = re.findall(r'^ {4}"(\w+)": \1,  # the new line$', readme, re.M)
+    assert [Path(name).parent.name for name, _ in blocks] == ["users", "servers"] * len(lines)
+    script = suite_with(tmp_path / "suite", dict(blocks))
+    for algorithm in lines:
+        words = ["--algorithm", algorithm, "--dataset", "Synthetic", "--split", str(leaf)]
+        words += ["--num_global_iters", "2", "--numusers", "2"]
+        words += ["--results_dir", str(tmp_path / "r")]
+        command = [sys.executable, str(script), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (path,) = (tmp_path / "r").glob(f"Synthetic_mclr_{algorithm}_[0-9]*_0.h5")
+        with h5py.File(path) as file:
+            assert file.attrs["class"] == algorithm
+            assert len(file["rs_glob_acc"]) == 3
 
 
 def test_the_headline_file_spells_out_the_defaults():

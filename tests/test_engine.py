@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -24,12 +25,13 @@ def run(algorithm, model, block_size, **options):
 
 
 def assert_same(one, other):
-    """Global parameters, every user's state, and every recorded metric."""
+    """Global parameters, every user's state, every recorded metric and the work done."""
     (a, told_a), (b, told_b) = one, other
     torch.testing.assert_close(flat(a.params), flat(b.params), **CLOSE)
     for name in a.bank:
         torch.testing.assert_close(flat(a.bank[name]), flat(b.bank[name]), **CLOSE)
     assert_same_curves(told_a, told_b)
+    assert a.work.tolist() == b.work.tolist()
     for part in a.planner.cursors:
         assert (a.planner.cursors[part] == b.planner.cursors[part]).all()
 
@@ -58,9 +60,8 @@ def test_blocks_equal_the_reference(algorithm, model, unit, semantics):
     options = unit | {"semantics": semantics}
     reference = run(algorithm, model, 0, **options)
     start = federation(algorithm, model, **options)
-    trained = "alone" if "alone" in start.bank else "params"
-    states = (getattr(s, trained, None) or s.bank[trained] for s in (reference[0], start))
-    assert not torch.equal(*map(flat, states))
+    kept = [[*s.params, *itertools.chain(*s.bank.values())] for s in (reference[0], start)]
+    assert not torch.equal(*map(flat, kept))
     for block_size in (1, 3, ALL):
         assert_same(reference, run(algorithm, model, block_size, **options))
 
@@ -76,6 +77,7 @@ def assert_repetitions_alone(algorithm, model, lockstep, **options):
             torch.testing.assert_close(flat(t[row] for t in bank), flat(alone.bank[name]), **CLOSE)
         assert [s.tolist() for s in told.selected] == [s.tolist() for s in diary.selected]
         assert_same_curves(told, diary)
+        assert lockstep.work[row].tolist() == alone.work[0].tolist()
         for part, cursors in lockstep.planner.cursors.items():
             assert (cursors[row] == alone.planner.cursors[part][0]).all()
 
@@ -89,6 +91,32 @@ def test_lockstep_repetitions_equal_runs_alone(algorithm, model, unit, semantics
     size = ALL if model == "cnn" else 3
     lockstep = together(algorithm, model, (0, 2), block_size=size, **options)
     assert_repetitions_alone(algorithm, model, lockstep, **options)
+
+
+@pytest.mark.parametrize("block_size", [0, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_is_repeated_bitwise(algorithm, block_size):
+    """Whatever has been drawn from the libraries' own generators before."""
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        runs.append(run(algorithm, "cnn", block_size, num_global_iters=1))
+    (one, _), (other, _) = runs
+    assert torch.equal(flat(one.params), flat(other.params))
+    for name in one.bank:
+        assert torch.equal(flat(one.bank[name]), flat(other.bank[name]))
+
+
+@pytest.mark.parametrize("block_size", [0, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_are_taken_whatever_the_round_asks_for(algorithm, block_size, monkeypatch):
+    """A server only calculates, so that its author may switch gradients off."""
+    usual = run(algorithm, "dnn", block_size)
+    cls = ALGORITHMS[algorithm]
+    monkeypatch.setattr(cls, "round", torch.no_grad()(cls.round))
+    assert_same(usual, run(algorithm, "dnn", block_size))
 
 
 def test_lockstep_users_one_at_a_time():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +148,26 @@ def watched(server: Server) -> tuple[Server, Diary]:
 def flat(params) -> Tensor:
     """All parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in params])
+
+
+def suite_with(home: Path, files: dict[str, str]) -> Path:
+    """A copy of the suite with an algorithm more for each server file among `files`; its main.py.
+
+    `files`: text by path. An algorithm is called as its class.
+    """
+    root = Path(__file__).parents[1]
+    for folder in ("FLAlgorithms", "utils", "tests"):
+        ignore = shutil.ignore_patterns("__pycache__", "golden")
+        shutil.copytree(root / folder, home / folder, ignore=ignore)
+    registry = home / "FLAlgorithms/servers/__init__.py"
+    known = registry.read_text()
+    for name, text in files.items():
+        (home / name).write_text(text)
+        if found := re.search(r"^class (\w+)\(Server\)", text, re.M):
+            known = f"from FLAlgorithms.servers.{Path(name).stem} import {found[1]}\n{known}"
+            known = known.replace('    "pFedMe"', f'    "{found[1]}": {found[1]},\n    "pFedMe"')
+    registry.write_text(known)
+    return Path(shutil.copy(root / "main.py", home))
 
 
 def run_main(leaf: Path, *words: str) -> tuple[int, Path]:

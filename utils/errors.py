@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -22,6 +23,19 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextmanager
+def on_interrupt(handler: Callable | int) -> Iterator[None]:
+    """Ctrl-C meets `handler` meanwhile; only the main thread hears of it, and may set this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def starting(program: str) -> Iterator[None]:
     """While modules are imported, Ctrl-C ends the program in one line, whatever they catch."""
 
@@ -29,13 +43,12 @@ def starting(program: str) -> Iterator[None]:
         os.write(2, f"{program}: interrupted\n".encode())
         os._exit(130)
 
-    before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler  # else it is ignored (nohup, --jobs)
-    if ours:
-        signal.signal(signal.SIGINT, stop)
-    yield
-    if ours:
-        signal.signal(signal.SIGINT, before)
+    # Else it is ignored (nohup, --jobs).
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with on_interrupt(stop):
+            yield
+    else:
+        yield
 
 
 def guarded(program: str, work: Callable[[], int]) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
+from FLAlgorithms.servers import ALGORITHMS
 from utils import collection
 from utils.config import (
     FIELDS,
@@ -117,7 +118,8 @@ def _swept(node: yaml.Node, where: str, defaults: dict, over: Mapping[str, objec
 
 
 def _published(node: yaml.Node, where: str) -> dict[str, Published]:
-    models = ("global", "local", "theta", "adapted", "finetuned", "alone")
+    personal = (name for cls in ALGORITHMS.values() for name in cls.user_class.personal)
+    models = tuple(dict.fromkeys(("global", *personal)))
     found = {}
     for model, told in yaml_items(node, models, where).items():
         here = f"{where}: {model}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from FLAlgorithms.servers.serverbase import Diverged, Server
+from FLAlgorithms.servers.serverbase import Diverged, Refused, Server
 from FLAlgorithms.trainmodel.classifier import Classifier, batch_norms, stackable
 from FLAlgorithms.trainmodel.custom import is_custom, label, pinned
 from FLAlgorithms.trainmodel.models import build_model, usual_norm
@@ -400,6 +400,9 @@ def run_repetitions(job: Job, repetitions: list[int], show: Show, pause: Callabl
         end = "finished"
     except Diverged:
         end = "diverged"
+    except Refused:
+        recorders = []  # nothing that was measured counts
+        raise
     finally:
         for run, recorder in enumerate(recorders):
             ended = "diverged" if run in server.failed else end

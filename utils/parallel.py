@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from utils.config import say
-from utils.errors import InputError
+from utils.errors import InputError, on_interrupt
 from utils.progress import Show
 
 if TYPE_CHECKING:
@@ -36,10 +36,9 @@ def run_parallel(tasks: Sequence[Task], shows: Sequence[Show]) -> int:
     ]
     heard = Heard(shows)
     # Spawned processes inherit what is ignored, so that Ctrl-C does not reach their imports.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for worker in workers:
-        worker.start()
-    signal.signal(signal.SIGINT, before)
+    with on_interrupt(signal.SIG_IGN):
+        for worker in workers:
+            worker.start()
     try:
         while any(worker.is_alive() for worker in workers):
             heard.listen(news)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from tqdm import tqdm
 
 from FLAlgorithms.evaluation import Metrics
 from utils.config import say
+from utils.errors import on_interrupt
 
 # show(rounds done, text)
 Show = Callable[[int, str], None]
@@ -41,18 +42,16 @@ class Watch:
         self.show(round_number, ", ".join(f"{name} {value}" for name, value in self.known.items()))
 
 
-class Interrupts:
+class Interrupts(ExitStack):
     """Ctrl-C waits for the end of the round, so that nothing is torn; a second one does not."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked = False
 
     def __enter__(self) -> Interrupts:
-        self.before = signal.signal(signal.SIGINT, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
+        self.enter_context(on_interrupt(self._ask))
+        return super().__enter__()
 
     def _ask(self, *_: object) -> None:
         if self.asked:

@@ -6,6 +6,7 @@ An algorithm adds `round()` and says which User it trains and which options it r
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field
 from types import SimpleNamespace
@@ -52,6 +53,10 @@ KEPT_BLOCKS = 8
 
 class Diverged(Exception):
     """A loss or a parameter is no longer finite; the message names round, user and option."""
+
+
+class Refused(InputError):
+    """The algorithm's own code cannot be trusted with a run."""
 
 
 class Observer(Protocol):
@@ -269,7 +274,7 @@ class Server:
         """`count` rounds, each evaluated as it is due."""
         for _ in range(count):
             self.whole, self._noises = False, 0
-            before = global_states(self.params[0].device)
+            before = self._global_states()
             if not self.personal_at:
                 self._evaluate_global()
             if self.personal_at == "start" and (tally := self._tally()):
@@ -297,14 +302,19 @@ class Server:
             self.pause()
 
     def _check_keyed(self, before: dict[str, object]) -> None:
-        """InputError if a generator drew that no seed of the run reaches."""
-        after = global_states(self.params[0].device)
+        """Refused if a generator drew that no seed of the run reaches."""
+        after = self._global_states()
         if drew := [library for library, state in before.items() if state != after[library]]:
-            raise InputError(
+            raise Refused(
                 f"--algorithm {self.config.algorithm}: {self.user_class.__name__} or "
                 f"{type(self).__name__} draws from {drew[0]}'s global generator, so that its "
                 "numbers depend on blocks and cannot be repeated; use self.noise()"
             )
+
+    def _global_states(self) -> dict[str, object]:
+        """Beside the main thread, others may draw at any time."""
+        main = threading.current_thread() is threading.main_thread()
+        return global_states(self.params[0].device) if main else {}
 
     def checkpoint(self, run: int = 0) -> dict[str, object]:
         """All that later rounds of a repetition depend on; randomness is keyed, none is kept."""
