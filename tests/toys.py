@@ -167,7 +167,9 @@ def suite_with(home: Path, files: dict[str, str]) -> Path:
             known = f"from FLAlgorithms.servers.{Path(name).stem} import {found[1]}\n{known}"
             known = known.replace('    "pFedMe"', f'    "{found[1]}": {found[1]},\n    "pFedMe"')
     registry.write_text(known)
-    return Path(shutil.copy(root / "main.py", home))
+    for program in root.glob("*.py"):
+        shutil.copy(program, home)
+    return home / "main.py"
 
 
 def run_main(leaf: Path, *words: str) -> tuple[int, Path]:
