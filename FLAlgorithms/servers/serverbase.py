@@ -5,6 +5,7 @@ An algorithm adds `round()` and says which User it trains and which options it r
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
