@@ -22,7 +22,7 @@ from utils.errors import InputError
 from utils.files import BLOCK, atomic_h5, open_h5, replacing, seal
 from utils.partition import Split
 from utils.progress import Progress, Watch
-from utils.results import average, file_name, number
+from utils.results import Recorder, average, file_name, number, summary
 
 DEFAULT = {
     "scheme": "label_count",
@@ -171,6 +171,49 @@ def test_averages(leaf):
             np.testing.assert_allclose(average[curve], stack.mean(0), rtol=1e-15)
             np.testing.assert_allclose(average[f"{curve}_std"], stack.std(0, ddof=1), rtol=1e-15)
         assert (average["rs_train_loss_std"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "count", "late"),
+    [(1, 0, "-"), (2, 1, "0.00"), (20, 2, "5.00"), (100, 10, "45.00"), (300, 10, "45.00")],
+)
+def test_the_summary_s_means(evaluations, count, late, tmp_path):
+    """The late mean leaves round 0 out; users without samples do not count in theirs."""
+    paths = [tmp_path / f"a_{i}.h5" for i in range(2)]
+    for path, last in zip(paths, (0.2, 0.6), strict=True):
+        with h5py.File(path, "w") as file:
+            file["rs_glob_acc"] = np.arange(evaluations)[::-1] / 10
+            file["round"] = np.arange(evaluations)
+            users = np.zeros((evaluations, 3))
+            users[-1] = last, last + 0.2, np.nan
+            file["user_test_acc"] = users
+    head, one, _, both = summary(paths, "x")
+    *_, heading, over, spread = (cell.strip() for cell in head.rstrip().split("  ") if cell.strip())
+    assert (heading, over, spread) == (f"mean of last {count}", "mean over users", "std over users")
+    assert one.split()[-3:] == [late, "30.00", "10.00"]
+    assert "50.00 +- 28.28" in both  # 30 and 70
+    with h5py.File(paths[0], "a") as file:
+        del file["user_test_acc"]
+    assert summary(paths[:1], "x")[1].split()[-2:] == ["-", "-"]
+
+
+def test_only_a_running_file_says_who_writes_it(leaf, monkeypatch):
+    saved = []
+    write = Recorder._write
+
+    def spy(self, paths, status):
+        written = write(self, paths, status)
+        for path in written:
+            with h5py.File(path) as file:
+                saved.append((status, file.attrs.get("host"), file.attrs.get("pid")))
+        return written
+
+    monkeypatch.setattr(Recorder, "_write", spy)
+    assert run_main(leaf, "--save_every", "0")[0] == 0
+    assert set(saved) == {
+        ("running", platform.node(), os.getpid()),
+        ("finished", None, None),
+    }
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

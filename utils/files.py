@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from utils.errors import InputError
 # The user block that HDF5 allows before its own first byte; it holds the checksum of the rest.
 BLOCK = 512
 HDF5 = b"\x89HDF\r\n\x1a\n"
+CLOCK = 60  # seconds by which a clock may have been set since
 
 
 def visible(folder: Path, pattern: str) -> list[Path]:
@@ -42,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{glob.escape(start)}*.tmp"):
-            if _is_gone(left.name[len(start) : -len(".tmp")]):
+            if is_alive(left.name[len(start) : -len(".tmp")]) is False:
                 left.unlink(missing_ok=True)
         yield beside
         os.replace(beside, path)
@@ -54,17 +56,30 @@ def replacing(path: Path) -> Iterator[Path]:
             beside.unlink()
 
 
-def _is_gone(process: str) -> bool:
-    """Whether no process of this machine has that id; False where that cannot be told."""
+def is_alive(process: str, before: float = math.inf) -> bool | None:
+    """Whether a process of this machine has that id; None where that cannot be told.
+
+    `before`: it must have started by then (seconds since 1970), since ids are given again.
+    """
     if not process.isdecimal() or os.name == "nt":  # there, asking by a signal would kill
-        return False
+        return None
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, OverflowError):
-        return True
-    except OSError:
         return False
-    return False
+    except OSError:  # somebody else's
+        pass
+    with suppress(OSError, ValueError, IndexError):  # only Linux tells more
+        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/stat").read_text().partition("btime ")[2].split()[0]
+        started = int(boot) + int(numbers[18]) / os.sysconf("SC_CLK_TCK")
+        return state not in "ZX" and started < before + CLOCK
+    return True
+
+
+def visible(folder: Path, pattern: str) -> list[Path]:
+    """The folder's matching files, sorted; hidden ones, which other programs leave, are none."""
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
 
 @contextmanager

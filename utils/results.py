@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import platform
 import time
 import zipfile
@@ -26,6 +27,7 @@ from FLAlgorithms.trainmodel.custom import file_hash, is_custom, label
 from utils.config import NOT_NUMBERS, Config
 from utils.errors import InputError
 from utils.files import atomic_h5, open_h5, replacing
+from utils.measures import late_count, late_mean, over_users
 from utils.model_utils import is_default
 from utils.partition import PARTS, Split
 
@@ -335,6 +337,8 @@ class Recorder:
         config = self.config
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions["numpy"] = np.__version__
+        if status == "running":  # who would go on writing it
+            file.attrs.update({"host": platform.node(), "pid": os.getpid()})
         file.attrs.update(
             {
                 "schema": SCHEMA,
@@ -541,31 +545,34 @@ def _cell(text: str) -> str:
 
 
 def summary(paths: Iterable[Path], label: str) -> list[str]:
-    """Lines of a table, per repetition: last, best on test, mean of the last 10 evaluations.
+    """Lines of a table, per repetition: last, best on test, mean of the last tenth of evaluations.
 
-    And the spread: standard deviation (n) of the users' last accuracies.
+    And the users' last accuracies: their mean, and their standard deviation (n).
     """
-    rows = []
+    rows, late = [], set()
     for path in paths:
         with open_h5(path) as file:
-            acc = file["rs_glob_acc"][()] * 100
+            acc, rounds = file["rs_glob_acc"][()] * 100, file["round"][()]
             users = file["user_test_acc"][-1:] * 100 if "user_test_acc" in file else np.nan
         if len(acc):
-            spread = np.nanstd(users) if np.isfinite(users).any() else np.nan
-            rows.append((path, (acc[-1], acc.max(), acc[-10:].mean(), spread)))
+            some = np.isfinite(users).any()
+            each = (over_users(users[-1]), np.nanstd(users)) if some else (np.nan, np.nan)
+            rows.append((path, (acc[-1], acc.max(), late_mean(acc, rounds), *each)))
+            late.add(late_count(rounds))
     if not rows:
         return []
-    heads = ("last", "best on test", "mean of last 10", "std over users")
-    lines = [f"{label:<46}" + "".join(f" {head:>15}" for head in heads)]
+    count = " or ".join(map(str, sorted(late)))
+    heads = ("last", "best on test", f"mean of last {count}", "mean over users", "std over users")
+    lines = [f"{label:<46}" + "".join(f" {head:>16}" for head in heads)]
     for path, values in rows:
         name = f"  repetition {path.stem.rsplit('_', 1)[1]}"
         cells = [_cell(f"{value:.2f}") for value in values]
-        lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
+        lines.append(f"{name:<46}" + "".join(f" {cell:>16}" for cell in cells))
     if len(rows) > 1:
         table = np.array([values for _, values in rows])
         cells = [
             _cell(f"{m:.2f} +- {s:.2f}") for m, s in zip(table.mean(0), std(table), strict=True)
         ]
         name = "  mean +- std over repetitions (n-1)"
-        lines.append(f"{name:<46}" + "".join(f" {cell:>15}" for cell in cells))
+        lines.append(f"{name:<46}" + "".join(f" {cell:>16}" for cell in cells))
     return lines
