@@ -1,8 +1,9 @@
 """YAML jobs: one run of flat keys = option names, or many.
 
-Many runs are `title`, `defaults` (options of all runs) and `runs`, a list of options; a list inside
-a run is swept, several lists give every combination. `published` inside a run holds what it is
-compared with, by evaluated model: `best: [mean, std]` and `curve: {round: accuracy}`, in percent.
+Many runs are `title` (default: the file's name), `defaults` (options of all runs) and `runs`, a
+list of options; a list inside a run is swept, several lists give every combination. `published`
+inside a run holds what it is compared with, by evaluated model: `best: [mean, std]` and
+`curve: {round: accuracy}`, in percent.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import yaml
 
@@ -64,9 +66,7 @@ def read_grid(path: str | None, over: Mapping[str, object]) -> Grid:
     if "runs" not in (key.value for key, _ in node.value):
         return Grid("", (_run(_single(node, where) | over),), path)
     top = yaml_items(node, ("title", "defaults", "runs"), where)
-    title = top.get("title")
-    if not isinstance(title, yaml.ScalarNode) or not title.value.strip():
-        raise InputError(f"{where}: title must be a line of text")
+    title = _title(top["title"], where) if "title" in top else Path(path).stem
     defaults = _options(top["defaults"], f"{where}: defaults") if "defaults" in top else {}
     if not isinstance(top["runs"], yaml.SequenceNode) or not top["runs"].value:
         raise InputError(f"{where}: runs must be a list of one or more")
@@ -74,7 +74,13 @@ def read_grid(path: str | None, over: Mapping[str, object]) -> Grid:
     for number, one in enumerate(top["runs"].value, 1):
         for run in _swept(one, f"{where}: run {number}", defaults, over):
             runs.setdefault(run.config, run)
-    return Grid(title.value.strip(), tuple(runs.values()), path)
+    return Grid(title, tuple(runs.values()), path)
+
+
+def _title(node: yaml.Node, where: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or not node.value.strip():
+        raise InputError(f"{where}: title must be a line of text")
+    return node.value.strip()
 
 
 def _run(values: Mapping[str, object]) -> Run:
