@@ -37,6 +37,12 @@ def _parser(job: bool) -> Parser:
         help="figure, .png, .pdf or .svg (with several figures _DATASET_MODEL "
         "is inserted); default: RESULTS_DIR/DATASET_MODEL.png",
     )
+    add(
+        "--scale",
+        choices=plots.SCALES,
+        default="linear",
+        help="of the figure's two axes; log: of the loss, and of the error 100 %% - accuracy",
+    )
     add("--csv", type=Path, help="write the curves there, one point a line")
     add("--target", type=float, default=0.9, help="accuracy for the last column (%(default)s)")
     return parser
@@ -76,7 +82,7 @@ def _run(argv: list[str] | None) -> int:
         print(f"{' '.join(group).strip()}\n{plots.table(members, args.target)}\n")
     for group, members in groups.items():
         place = _place(args, group, len(groups) > 1)
-        plots.save(plots.draw(members), place)
+        plots.save(plots.draw(members, scale=args.scale), place)
         print(f"figure: {place}")
     if args.csv:
         plots.write_csv(args.csv, curves)
@@ -97,7 +103,8 @@ def _compare(args: argparse.Namespace, rest: list[str]) -> int:
     home = Path(grid.runs[0].config.results_dir)
     stem = args.out.with_suffix("") if args.out else home / args.config.stem
     figure = args.out or stem.with_name(stem.name + ".png")
-    plots.save(plots.draw(comparison.curves, grid.title, comparison.published), figure)
+    drawn = plots.draw(comparison.curves, grid.title, comparison.published, args.scale)
+    plots.save(drawn, figure)
     tables = compare.write(comparison, stem)
     print(tables[0].read_text(encoding="utf-8"))
     print(f"figure: {figure}\ntables: {', '.join(map(str, tables))}")

@@ -71,10 +71,24 @@ def test_several_lists_give_every_combination(tmp_path):
     assert pairs == [(1, 3), (1, 4), (2, 3), (2, 4)]
 
 
+def test_without_a_title_the_file_s_name_is_one(grid, tmp_path, capsys):
+    head, _, rest = grid.read_text().partition("title: three methods\n")
+    grid.write_text(head + rest)
+    assert read_grid(str(grid), {}).title == "three"
+    words = ["--config", str(grid), "--num_global_iters", "1", "--times", "1"]
+    assert main.main(words) == 0
+    assert main_plot.main(words) == 0
+    assert "# three\n" in capsys.readouterr().out
+    assert main.main(words) == 0
+    assert "finished and kept: 4 repetitions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("runs: []", "title must be"),
+        ("runs: []", "runs must be a list"),
+        ("title:\nruns: [{}]", "title must be"),
+        ("title: [t]\nruns: [{}]", "title must be"),
         ("title: t\nruns: []", "runs must be a list"),
         ("title: t\nruns: 3", "runs must be a list"),
         ("title: t\nruns: [3]", "run 1: must hold lines"),
@@ -154,6 +168,8 @@ def test_the_comparison_says_what_is_within_reach(grid, tmp_path, capsys):
     assert shown.startswith("# three methods\n")
     assert (tmp_path / "out" / "three.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "three.md").read_text() in shown
+    assert "-> 20.50" in shown
+    assert "-> 10.00" in shown
     with open(tmp_path / "out" / "three.csv", newline="") as file:
         table = {(r["algorithm"], r["options"], r["evaluates"]): r for r in csv.DictReader(file)}
     # theta and w_i of the same file; Local has no global model worth a row.
@@ -167,8 +183,19 @@ def test_the_comparison_says_what_is_within_reach(grid, tmp_path, capsys):
     assert float(row["best"]) == pytest.approx(np.mean(runs), abs=1e-4)
     assert float(row["difference"]) == pytest.approx(np.mean(runs) - 50, abs=1e-4)
     assert table["FedAvg", "", "fine-tuned"]["verdict"] == "not published"
-    assert "-> 20.50" in shown
-    assert "-> 10.00" in shown
+    pattern = "*_pFedMe_p_*_3_0.1_*_[01].h5"
+    means = [np.nanmean(users) for users in last_user_accuracies(tmp_path / "out", pattern)]
+    assert float(row["mean_over_users"]) == pytest.approx(100 * np.mean(means), abs=1e-4)
+    spread = pytest.approx(100 * np.std(means, ddof=1), abs=1e-4)
+    assert float(row["mean_over_users_std"]) == spread
+    assert table["pFedMe", "K=3", "local w_i"]["mean_over_users"] == ""
+    (line,) = [x for x in shown.splitlines() if x.startswith("| pFedMe | local w_i | K=3")][:1]
+    assert line.split(" | ")[6] == "-"
+    # The plain table leaves the same one out.
+    capsys.readouterr()
+    assert main_plot.main([str(tmp_path / "out")]) == 0
+    shown = [x for x in capsys.readouterr().out.splitlines() if x.startswith("Local ")]
+    assert len(shown) == 1 and "trained alone" in shown[0]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +212,54 @@ def test_the_comparison_says_what_is_within_reach(grid, tmp_path, capsys):
 def test_verdicts(ours, std, published, published_std, verdict):
     row = Row("FedAvg", "global", "", "10", ours, std, ours, std, published, published_std)
     assert row.verdict == verdict
+
+
+def last_user_accuracies(out: Path, pattern: str) -> list[np.ndarray]:
+    found = []
+    for path in files(out, pattern):
+        with h5py.File(path) as file:
+            found.append(file["user_test_acc"][-1])
+    return found
+
+
+@pytest.mark.parametrize("published", ["", "    published: {theta: {curve: {0: 10}}}\n"])
+def test_a_sweep_of_one_s_own_gets_no_verdicts(published, leaf, tmp_path, capsys):
+    head, _, _ = GRID.partition("    published:")
+    grid = tmp_path / "own.yaml"
+    grid.write_text(head.format(leaf=leaf, out=tmp_path / "out") + published)
+    words = ["--config", str(grid), "--num_global_iters", "1"]
+    assert main.main(words) == 0
+    assert main_plot.main(words) == 0
+    text = (tmp_path / "out" / "own.md").read_text()
+    for word in ("not published", "verdict", "difference", "published best"):
+        assert word not in text
+    assert ("after the arrow" in text) == ("-> 10.00" in text) == bool(published)
+    with open(tmp_path / "out" / "own.csv", newline="") as file:
+        head, *lines = csv.reader(file)
+    assert not {"published", "published_std", "difference", "verdict"} & set(head)
+    assert {"best", "last_std", "mean_over_users", "mean_over_users_std"} < set(head)
+    assert lines and all(len(line) == len(head) for line in lines)
+
+
+@pytest.mark.parametrize("words", [[], ["--scale", "log"]])
+def test_the_scale_of_a_grid_and_a_title_with_dollars(words, grid, tmp_path, monkeypatch):
+    grid.write_text(grid.read_text().replace("title: three methods", "title: '$_{$'"))
+    assert main.main(["--config", str(grid), "--num_global_iters", "1"]) == 0
+    figures, save = [], main_plot.plots.save
+    monkeypatch.setattr(
+        main_plot.plots, "save", lambda *said: (save(*said), figures.append(said[0]))
+    )
+    assert main_plot.main(["--config", str(grid), "--num_global_iters", "1", *words]) == 0
+    (figure,) = figures
+    assert figure.get_suptitle() == "$_{$"
+    scales = [axes.get_yscale() for axes in figure.axes]
+    assert scales == (["function", "log"] if words else ["linear", "linear"])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configs_say_how_their_figures_are_drawn(path):
+    told = f"# Figure: python main_plot.py --config config/{path.name} --scale log\n"
+    assert (told in path.read_text()) == bool(read_grid(str(path), {}).title)
 
 
 def test_the_comparison_finds_the_results_where_the_file_says(grid, tmp_path, monkeypatch, capsys):
@@ -211,6 +286,7 @@ def test_a_comparison_names_what_is_missing(grid, tmp_path, capsys):
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| pFedMe | ")]
     assert rows
     assert all(re.fullmatch(r"\d+\.\d\d", cell) for row in rows for cell in row[4:6])
+    assert all(re.fullmatch(r"\d+\.\d\d|-", row[6]) for row in rows)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

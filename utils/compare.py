@@ -24,10 +24,12 @@ from utils.plot_utils import (
     last_and_best,
     make_curves,
     read_run,
+    trained,
     with_beside,
 )
 from utils.results import result_path, std
 
+COMPARING = {"published", "published_std", "difference", "verdict"}
 ROUNDS = (0, 1, 10, 50, 100, 200, 400, 600)  # and the last
 
 
@@ -47,14 +49,12 @@ def read_grid_results(grid: Grid) -> Comparison:
     for run in grid.runs:
         source, split = loader.data(run.config)
         config = settle(run.config, source, split)
-        # Where nobody uploads anything the global model is the initial one.
-        kinds = [False] * bool(config.server_class.user_class.uploads)
-        kinds += [True] * bool(config.primary)
+        kinds = [False, True] if config.primary else [False]
         for i in config.repetitions:
             paths = [result_path(config, split, personal, i) for personal in kinds]
             found = [read_run(path) for path in paths if is_whole(path)]
             missing += paths[:1] * (len(found) < len(paths))
-            runs += found
+            runs += trained(found)
             for one in found:
                 published |= {(one.identity, m): told for m, told in run.published.items()}
     if not runs:
@@ -78,6 +78,8 @@ class Row:
     last_std: float | None
     published: float | None
     published_std: float | None
+    mean_over_users: float | None = None  # of the last evaluation
+    mean_over_users_std: float | None = None
 
     @property
     def difference(self) -> float | None:
@@ -103,11 +105,21 @@ def rows(comparison: Comparison) -> list[Row]:
     for curve in comparison.curves:
         told = comparison.published.get(curve.key)
         last, best = last_and_best(curve)
-        ours = [figure for v in (best, last) for figure in (float(v.mean()), _spread(v))]
+        ours = [figure for v in (best, last) for figure in _mean_spread(v)]
         theirs = told.best if told and told.best else (None, None)
+        users = (None, None) if curve.users is None else _mean_spread(100 * curve.users)
         about = (curve.algorithm, evaluated(curve), curve.options, curve.repetitions)
-        made.append(Row(*about, *ours, *theirs))
+        made.append(Row(*about, *ours, *theirs, *users))
     return made
+
+
+def _mean_spread(values: np.ndarray) -> tuple[float, float | None]:
+    return float(values.mean()), _spread(values)
+
+
+def _compared(made: Sequence[Row]) -> bool:
+    """Whether anything was published of a grid; a sweep of one's own needs no verdicts."""
+    return any(row.published is not None for row in made)
 
 
 def _spread(values: np.ndarray) -> float | None:
@@ -117,30 +129,43 @@ def _spread(values: np.ndarray) -> float | None:
 def markdown(comparison: Comparison) -> str:
     """Title, the table with verdicts, and the test accuracies along the curves."""
     grid = comparison.grid
-    head = ("method", "evaluated model", "options", "n", "best on test", "last")
-    head += ("published best", "difference", "verdict")
+    made = rows(comparison)
+    compared = _compared(made)
+    head = ("method", "evaluated model", "options", "n", "best on test", "last", "mean over users")
+    head += ("published best", "difference", "verdict") * compared
     table = [
         (
             *(row.algorithm, row.evaluates, row.options or "-", row.repetitions),
             *(_pm(row.best, row.best_std), _pm(row.last, row.last_std)),
-            _pm(row.published, row.published_std),
-            "-" if row.difference is None else f"{row.difference:+.2f}",
-            row.verdict,
+            _pm(row.mean_over_users, row.mean_over_users_std),
+            *_against_published(row) * compared,
         )
-        for row in rows(comparison)
+        for row in made
     ]
+    about = "Test accuracy in percent, mean +- std over n repetitions (n-1); mean over users: of "
+    about += "the last evaluation, where each user counts the same (elsewhere each sample)"
+    if compared:
+        about += "; difference: ours minus published, best round on test; within 2 std: of both "
+        about += "deviations combined"
+    along = "mean over the repetitions"
+    if any(told.curve for told in comparison.published.values()):
+        along += "; after the arrow the published value"
     parts = [
         f"# {grid.title or Path(grid.path).stem}",
         f"`python main.py --config {grid.path}`, then `python main_plot.py --config {grid.path}`",
-        "Test accuracy in percent, mean +- std over n repetitions (n-1); difference: ours minus "
-        "published, best round on test; within 2 std: of both deviations combined.",
+        f"{about}.",
         _table(head, table),
-        "Along the curves (mean over the repetitions; after the arrow the published value):",
+        f"Along the curves ({along}):",
         _table(*_along(comparison)),
     ]
     if comparison.unfinished:
         parts.append(comparison.unfinished)
     return "\n\n".join(parts) + "\n"
+
+
+def _against_published(row: Row) -> tuple[str, str, str]:
+    difference = "-" if row.difference is None else f"{row.difference:+.2f}"
+    return _pm(row.published, row.published_std), difference, row.verdict
 
 
 def _along(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -182,11 +207,14 @@ def write(comparison: Comparison, stem: Path) -> list[Path]:
     paths = [stem.with_name(stem.name + end) for end in (".md", ".csv", "_curves.csv")]
     with replacing(paths[0]) as part:
         part.write_text(markdown(comparison), encoding="utf-8")
-    names = [f.name for f in fields(Row)] + ["difference", "verdict"]
+    made = rows(comparison)
+    names = [*(field.name for field in fields(Row)), "difference", "verdict"]
+    if not _compared(made):
+        names = [name for name in names if name not in COMPARING]
     with replacing(paths[1]) as part, open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(names)
-        for row in rows(comparison):
+        for row in made:
             values = [getattr(row, name) for name in names]
             writer.writerow([f"{v:.4f}" if isinstance(v, float) else v for v in values])
     with replacing(paths[2]) as part, open(part, "w", newline="", encoding="utf-8") as file:

@@ -1,10 +1,14 @@
 """Result files to curves, tables, CSV and figures; imports no torch and needs no display."""
 
+import colorsys
 import csv
 import json
+import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
@@ -14,11 +18,21 @@ from typing import TYPE_CHECKING
 import h5py
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import (
+    FixedLocator,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    StrMethodFormatter,
+)
 
 from utils.errors import InputError
-from utils.files import open_h5, replacing
+from utils.files import is_alive, open_h5, replacing, visible
+from utils.measures import late_mean, over_users
 from utils.model_utils import dataset_name
 from utils.partition import literal
 
@@ -40,6 +54,8 @@ EVALUATED["finetuned"] = "fine-tuned"
 # utils.config would bring torch along.
 SWITCHES = {"inner_weight_decay", "theta_start", "weighting", "personal", "batches"}
 SWITCHES |= {"peravg_update", "adapt", "shared_init"}
+# Their users upload nothing, so that their global model is the initial one.
+UNTRAINED = {"Local"}
 # Said elsewhere in the figure and the table.
 APART = {"dataset", "model", "algorithm", "num_global_iters"}
 # These change no numbers.
@@ -57,7 +73,9 @@ SETUP |= {
 # Okabe and Ito's colours without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("", "s", "^", "v", "D", "P")
-# From this ratio of largest to smallest on, a panel gets a log scale.
+SCALES = ("linear", "log")
+# From this ratio of largest to smallest on, a log scale has its own kind of ticks; a loss that
+# exceeds the usual one by it may leave the panel.
 WIDE = 10
 
 
@@ -75,6 +93,7 @@ class Run:
     rounds: np.ndarray
     values: dict[str, np.ndarray]
     stacked: bool
+    users: np.ndarray | None  # as a value: test accuracies averaged over users
     # A legacy file that was named by itself; it joins the only other figure.
     guest: bool = False
 
@@ -99,6 +118,7 @@ class Curve:
     note: str
     rounds: np.ndarray
     values: dict[str, np.ndarray]
+    users: np.ndarray | None = None  # each repetition's last test accuracy averaged over users
     beside: bool = False  # not the configuration's own choice of a personalised model
 
     @property
@@ -139,19 +159,24 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
         if not path.is_dir():
             runs[path.resolve()] = read_run(path)
             continue
-        for file in sorted(path.glob("*.h5")):
+        for file in visible(path, "*.h5"):
             try:
                 run = read_run(file)
             except InputError as error:
                 notice(f"left out: {error}")
                 continue
             runs.setdefault(file.resolve(), replace(run, guest=False))
+    where = ", ".join(map(str, paths))
     if not runs:
-        where = ", ".join(map(str, paths))
         raise InputError(
             f"{where}: no readable .h5 result there; run main.py first, or name others"
         )
-    return list(runs.values())
+    kept = trained(list(runs.values()))
+    if not kept:
+        raise InputError(
+            f"{where}: only initial models there, since nobody uploads anything; name the _p files"
+        )
+    return kept
 
 
 def read_run(path: Path) -> Run:
@@ -160,7 +185,7 @@ def read_run(path: Path) -> Run:
         schema = file.attrs.get("schema", 0)
         if schema not in (0, 1):
             raise InputError(f"{path}: schema {schema} is unknown; this version reads 1")
-        about = _described(file.attrs) if schema else _legacy(path)
+        about = _described(file.attrs, path) if schema else _legacy(path)
         json.dumps(about, ensure_ascii=False).encode()  # raises on text that cannot be drawn
         rows = dict(file.get("runs", {}))
         values = {
@@ -168,16 +193,23 @@ def read_run(path: Path) -> Run:
             for key, name in QUANTITIES.items()
             if key in file
         }
+        users = _over_users((rows if "user_test_acc" in rows else file).get("user_test_acc"))
         length = values["test_acc"].shape[1]
         rounds = np.asarray(file["round"] if "round" in file else range(length), int)
     if not length:
         raise InputError(f"{path}: holds no evaluations")
-    if any(v.shape[1:] != rounds.shape for v in values.values()):
+    every = [*values.values(), *([] if users is None else [users])]
+    if any(v.shape[1:] != rounds.shape for v in every):
         raise InputError(f"{path}: damaged, its curves and rounds differ in length")
-    return Run(path=path, rounds=rounds, values=values, stacked=bool(rows), **about)
+    return Run(path, rounds=rounds, values=values, stacked=bool(rows), users=users, **about)
 
 
-def _described(attrs: h5py.AttributeManager) -> dict:
+def _over_users(accuracy: h5py.Dataset | None) -> np.ndarray | None:
+    """(repetitions, evaluations), of the accuracies of the users of one or several."""
+    return None if accuracy is None else np.atleast_2d(over_users(np.asarray(accuracy, float)))
+
+
+def _described(attrs: h5py.AttributeManager, path: Path) -> dict:
     config = json.loads(attrs["config"])
     if not all(isinstance(config[key], str) for key in ("dataset", "model", "algorithm")):
         raise TypeError(config)
@@ -186,8 +218,24 @@ def _described(attrs: h5py.AttributeManager) -> dict:
     return {
         "config": config | {"dataset": dataset_name(config["dataset"]), "model": model},
         "options": tuple(json.loads(attrs["options"])),
-        **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition", "status")},
+        **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition")},
+        "status": _status(attrs, path, float(config.get("save_every", 0))),
     }
+
+
+def _status(attrs: h5py.AttributeManager, path: Path, save_every: float) -> str:
+    """The status in the file, but "stopped" instead of "running" where nobody goes on with it."""
+    status, saved = str(attrs["status"]), path.stat().st_mtime
+    if status != "running":
+        return status
+    here = attrs.get("host") == platform.node()
+    alive = is_alive(str(attrs.get("pid")), saved) if here else None
+    if alive is None:
+        # All that can be known is its silence. No round takes longer than the run so far, and
+        # clocks may differ.
+        patience = 2 * (save_every + float(attrs.get("wall_seconds", 0))) + 600
+        alive = time.time() - saved < patience
+    return status if alive else "stopped"
 
 
 def _legacy(path: Path) -> dict:
@@ -222,6 +270,11 @@ def _kind(evaluates: str) -> str:
     return "global" if evaluates == "global" else "personal"
 
 
+def trained(runs: list[Run]) -> list[Run]:
+    """All but the global models of methods whose users upload nothing."""
+    return [r for r in runs if r.evaluates != "global" or r.config["algorithm"] not in UNTRAINED]
+
+
 # ---- averaging ----
 
 
@@ -244,7 +297,7 @@ def with_beside(curves: list[Curve]) -> list[Curve]:
         for name in ("theta", "local"):
             if name != curve.evaluates and f"{name}_test_acc" in curve.values:
                 values = {"test_acc": curve.values[f"{name}_test_acc"]}
-                found.append(replace(curve, evaluates=name, values=values, beside=True))
+                found.append(replace(curve, evaluates=name, values=values, users=None, beside=True))
     return found
 
 
@@ -304,10 +357,18 @@ def _average(runs: list[Run], options: str) -> Curve:
         note=f"{' or '.join(states)} at {at}" if states else "",
         rounds=rounds,
         values=values,
+        users=_last_over_users(runs),
     )
     if any(len(run.rounds) != len(rounds) for run in runs):
         notice(f"{curve.label}: unequal lengths, averaged over the {len(rounds)} common rounds")
     return curve
+
+
+def _last_over_users(runs: list[Run]) -> np.ndarray | None:
+    if any(run.users is None for run in runs):
+        return None
+    last = reduce(np.intersect1d, [run.rounds for run in runs])[-1]
+    return np.concatenate([run.users[:, run.rounds == last][:, 0] for run in runs])
 
 
 def _describe(runs: list[Run]) -> dict[str, str]:
@@ -377,7 +438,10 @@ def meaning(target: float) -> str:
     """What the columns of the tables hold."""
     return (
         "Test accuracy in %: mean +- std over n repetitions (std with n-1).\n"
-        "best on test: each repetition's best; last 10: mean of its last 10 evaluations;\n"
+        "mean over users: of the last evaluation, where each user counts the same (elsewhere "
+        "each sample);\n"
+        "best on test: each repetition's best; last tenth: mean of the last tenth of its "
+        "evaluations, 1 to 10 of them, without round 0;\n"
         f"rounds to {100 * target:g} %: first evaluated round in which the mean curve is there."
     )
 
@@ -385,7 +449,8 @@ def meaning(target: float) -> str:
 def table(curves: list[Curve], target: float) -> str:
     """One row per curve."""
     head = ("algorithm", "evaluated model", "options that differ", "n", "last round")
-    head += ("last", "best on test", "last 10", f"rounds to {100 * target:g} %")
+    head += ("last", "mean over users", "best on test", "last tenth")
+    head += (f"rounds to {100 * target:g} %",)
     rows = [head, *(_row(curve, target) for curve in curves)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -395,7 +460,9 @@ def table(curves: list[Curve], target: float) -> str:
 
 def _row(curve: Curve, target: float) -> tuple[str, ...]:
     accuracy = 100 * curve.values["test_acc"]
-    figures = (*last_and_best(curve), accuracy[:, -10:].mean(axis=1))
+    last, best = last_and_best(curve)
+    users = None if curve.users is None else 100 * curve.users
+    late = late_mean(accuracy, curve.rounds) if curve.rounds.any() else None
     reached = np.flatnonzero(curve.mean("test_acc") >= target)
     return (
         curve.algorithm,
@@ -403,7 +470,7 @@ def _row(curve: Curve, target: float) -> tuple[str, ...]:
         curve.options or "-",
         curve.repetitions,
         curve.note or str(curve.rounds[-1]),
-        *map(_mean_std, figures),
+        *map(_mean_std, (last, users, best, late)),
         str(curve.rounds[reached[0]]) if len(reached) else "-",
     )
 
@@ -415,7 +482,9 @@ def last_and_best(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     return accuracy[:, -1], np.fmax.reduce(accuracy, axis=1)
 
 
-def _mean_std(figures: np.ndarray) -> str:
+def _mean_std(figures: np.ndarray | None) -> str:
+    if figures is None:
+        return "-"
     spread = f" +- {figures.std(ddof=1):.2f}" if len(figures) > 1 else ""
     return f"{figures.mean():.2f}{spread}"
 
@@ -440,28 +509,34 @@ def write_csv(path: Path, curves: list[Curve]) -> None:
 
 
 def draw(
-    curves: list[Curve], title: str = "", published: Mapping[Key, "Published"] | None = None
+    curves: list[Curve],
+    title: str = "",
+    published: Mapping[Key, "Published"] | None = None,
+    scale: str = "linear",
 ) -> Figure:
     """Test accuracy and train loss over the rounds, the legend below.
 
-    `published`: values to mark in the accuracy panel.
+    `published`: values to mark in the accuracy panel. `scale`: of the loss and, if log, of the
+    error 100 % - accuracy.
     """
-    columns = 2 if max(len(curve.label) for curve in curves) <= 66 else 1
-    legend_rows = -(-len(curves) // columns)
-    figure = Figure(figsize=(10, 4.1 + 0.2 * legend_rows), layout="constrained")
+    figure = Figure(layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True)
-    identities = list(dict.fromkeys(curve.identity for curve in curves))
+    looks = _looks(curves)
+    told = {c.key: published[c.key] for c in curves if c.key in (published or {})}
     covers = [sum(_coincide(c, later) for later in curves[i + 1 :]) for i, c in enumerate(curves)]
+    handles = []
     for curve, above in zip(curves, covers, strict=True):
-        style = _style(curve, identities.index(curve.identity), above)
-        _plot(left, curve, "test_acc", 100, style)
+        style = _style(curve, looks[curve.identity], above)
+        handles += _plot(left, curve, "test_acc", 100, style)
         _plot(right, curve, "train_loss", 1, style)
-        if published and curve.key in published:
-            _mark(left, published[curve.key], style["color"], curve.rounds[-1])
+        if curve.key in told:
+            _mark(left, told[curve.key], style["color"], curve.rounds[-1])
     left.set_ylabel("test accuracy (%)")
     right.set_ylabel("train loss")
-    _fit_accuracy(left, [curve.mean("test_acc") for curve in curves])
-    _fit_loss(right, [curve.mean("train_loss") for curve in curves if "train_loss" in curve.values])
+    marked = [_marked(told[c.key], c.rounds[-1]) for c in curves if c.key in told]
+    _fit_accuracy(left, [*(curve.mean("test_acc") for curve in curves), *marked], scale)
+    losses = [curve.mean("train_loss") for curve in curves if "train_loss" in curve.values]
+    _fit_loss(right, losses, scale)
     for axes in (left, right):
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
@@ -470,18 +545,28 @@ def draw(
     figure.suptitle(title or " ".join(filter(None, curves[0].group)))
     hints = {
         "dashed: global model": any(curve.evaluates == "global" for curve in curves),
-        "dash-dotted: model beside the chosen one": any(curve.beside for curve in curves),
-        "x and bar at the end: published curve and best on test": bool(published),
+        "dash-dotted: model beside the chosen one, accuracy only": any(c.beside for c in curves),
+        "x and bar at the end: published curve and best on test": bool(told),
         "wide: another curve lies on it": any(covers),
-        "dotted: not finished": any(curve.note for curve in curves),
+        "ring at the end: not finished": any(curve.note for curve in curves),
         "band: +-1 std over the repetitions": any(len(c.values["test_acc"]) > 1 for c in curves),
     }
+    lines = [
+        "; ".join(hint for hint, applies in hints.items() if applies),
+        *_absent(left, curves, "test_acc", 100, "accuracy"),
+        *_absent(right, [c for c in curves if not c.beside], "train_loss", 1, "loss"),
+    ]
+    # About what fits into the width.
+    text = "\n".join(textwrap.fill(line, 140) for line in lines)
+    columns = 2 if max(len(curve.label) for curve in curves) <= 66 else 1
+    rows = -(-len(curves) // columns) + text.count("\n")
+    figure.set_size_inches(10, 4.1 + 0.2 * rows)
     figure.legend(
-        handles=[h for h in left.get_lines() if not h.get_label().startswith("_")],
+        handles=handles,
         loc="outside lower center",
         ncols=columns,
         fontsize="small",
-        title="; ".join(hint for hint, applies in hints.items() if applies),
+        title=text,
         title_fontsize="small",
         handlelength=3,
         frameon=False,
@@ -496,13 +581,44 @@ def _coincide(one: Curve, other: Curve) -> bool:
     return np.abs(one.mean("test_acc") - other.mean("test_acc")).mean() <= 0.001
 
 
-def _style(curve: Curve, index: int, covers: int) -> dict:
-    shape = MARKERS[index // len(COLOURS) % len(MARKERS)]
-    dash = "--" if curve.evaluates == "global" else "-." if curve.beside else "-"
+def _looks(curves: list[Curve]) -> dict[str, tuple[str, str]]:
+    """Colour and marker per identity.
+
+    Where there are several algorithms each has its hue, and lightness and markers tell its
+    configurations apart; the configurations of a single one have a hue each.
+    """
+    methods: dict[str, str] = {}
+    for curve in curves:
+        methods.setdefault(curve.identity, curve.algorithm)
+    families: dict[str, list[str]] = {}
+    for identity, method in methods.items():
+        families.setdefault(method, []).append(identity)
+    if len(families) == 1:
+        families = {identity: [identity] for identity in methods}
+    looks = {}
+    for i, members in enumerate(families.values()):
+        shades = _shades(COLOURS[i % len(COLOURS)], len(members))
+        for j, (identity, shade) in enumerate(zip(members, shades, strict=True)):
+            looks[identity] = shade, MARKERS[(i // len(COLOURS) + j) % len(MARKERS)]
+    return looks
+
+
+def _shades(colour: str, count: int) -> list[str]:
+    """A colour, or several of its hue from dark to light, none too faint for a line on white."""
+    if count == 1:
+        return [colour]
+    hue, lightness, saturation = colorsys.rgb_to_hls(*to_rgb(colour))
+    darkest = min(max(lightness - 0.14, 0), 0.4)
+    levels = np.linspace(darkest, darkest + 0.28, count)
+    return [to_hex(colorsys.hls_to_rgb(hue, level, saturation)) for level in levels]
+
+
+def _style(curve: Curve, look: tuple[str, str], covers: int) -> dict:
+    colour, marker = look
     return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": ":" if curve.note else dash,
-        "marker": shape or ("o" if len(curve.rounds) == 1 else ""),
+        "color": colour,
+        "linestyle": "--" if curve.evaluates == "global" else "-." if curve.beside else "-",
+        "marker": marker or ("o" if len(curve.rounds) == 1 else ""),
         "markevery": max(1, len(curve.rounds) // 10),
         "markersize": 5,
         "linewidth": (0.9 if curve.beside else 1.4) + 1.2 * covers,
@@ -511,14 +627,18 @@ def _style(curve: Curve, index: int, covers: int) -> dict:
     }
 
 
-def _plot(axes: Axes, curve: Curve, quantity: str, unit: float, style: dict) -> None:
+def _plot(axes: Axes, curve: Curve, quantity: str, unit: float, style: dict) -> list[Line2D]:
     if quantity not in curve.values:
-        return
+        return []
     mean, std = unit * curve.mean(quantity), curve.std(quantity)
-    axes.plot(curve.rounds, mean, **style)
     if std is not None:
         band = (mean - unit * std, mean + unit * std)
         axes.fill_between(curve.rounds, *band, color=style["color"], alpha=0.18, linewidth=0)
+    if curve.note:
+        end = np.flatnonzero(np.isfinite(mean))[-1:]
+        ring = {"s": 60, "facecolors": "none", "edgecolors": style["color"], "zorder": 3}
+        axes.scatter(curve.rounds[end], mean[end], **ring)
+    return axes.plot(curve.rounds, mean, **style)
 
 
 def _mark(axes: Axes, told: "Published", colour: str, last: int) -> None:
@@ -529,16 +649,19 @@ def _mark(axes: Axes, told: "Published", colour: str, last: int) -> None:
         axes.errorbar(1.02 * last, *told.best, fmt="_", color=colour, markersize=14, capsize=3)
 
 
-def _fit_accuracy(axes: Axes, means: list[np.ndarray]) -> None:
-    """Log scale of the error where a linear axis would press the upper curves together.
+def _marked(told: "Published", last: int) -> np.ndarray:
+    """The accuracies that `_mark` draws, as fractions."""
+    points = [accuracy for t, accuracy in told.curve.items() if t <= last]
+    return np.array([*points, *(told.best or ())[:1]]) / 100
 
-    The first percent of a long curve's evaluations may leave the panel below.
-    """
+
+def _fit_accuracy(axes: Axes, means: list[np.ndarray], scale: str) -> None:
+    """All curves inside; the first percent of a long one's evaluations may be below."""
     errors = 100 - 100 * _finite([mean[len(mean) // 100 :] for mean in means])
-    least = min(errors[errors > 0], default=np.inf) / 1.2
-    if not np.isfinite(least):
+    if not errors.size:
         return
-    if errors.max() <= WIDE * least:
+    least = min(errors[errors > 0], default=np.inf) / 1.2
+    if scale == "linear" or not np.isfinite(least):
         margin = 0.05 * np.ptp(errors) + 0.1
         axes.set_ylim(100 - errors.max() - margin, 100 - errors.min() + margin)
         return
@@ -550,24 +673,68 @@ def _fit_accuracy(axes: Axes, means: list[np.ndarray]) -> None:
     axes.set_yscale("function", functions=(forward, lambda level: 100 - 10**-level))
     axes.set_ylim(100 - min(100, 1.1 * errors.max()), 100 - least)
     steps = [10.0**power * step for power in range(-3, 2) for step in (2, 3, 5, 7, 10)]
-    axes.yaxis.set_major_locator(FixedLocator([100 - e for e in steps if e >= least]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    wide = FixedLocator([100 - error for error in steps if error >= least])
+    _log_ticks(axes, wide, errors.max() / least)
     axes.set_ylabel("test accuracy (%), log scale of the error")
 
 
-def _fit_loss(axes: Axes, means: list[np.ndarray]) -> None:
-    """Log scale for a wide range; one exploding curve may leave the panel, the others stay."""
+def _fit_loss(axes: Axes, means: list[np.ndarray], scale: str) -> None:
+    """Exploding curves may leave the panel, the others stay."""
+    peaks = sorted(_finite([mean]).max() for mean in means if np.isfinite(mean).any())
+    if not peaks:
+        return
+    # Guessing among n classes has log(n), so that a small one says nothing about the others.
+    usual = max(peaks[(len(peaks) - 1) // 2], 1)
+    high = max(peak for peak in peaks if peak <= WIDE * usual)
     losses = _finite(means)
-    low = min(losses[losses > 0], default=np.inf)
-    peaks = sorted(max(_finite([mean]), default=0) for mean in means)
-    high = min(peaks[-1], 10 * peaks[(len(peaks) - 1) // 2]) if peaks else 0
-    if high > WIDE * low:
+    losses = losses[losses <= high]
+    if scale == "log" and (losses > 0).any():
+        low = losses[losses > 0].min()
         axes.set_yscale("log")
         axes.set_ylim(low / 1.2, high * 1.2)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        _log_ticks(axes, LogLocator(subs=(1, 2, 5)), high / low)
+    elif high < peaks[-1]:
+        margin = 0.05 * np.ptp(losses) + 0.01 * abs(high)
+        axes.set_ylim(losses.min() - margin, high + margin)
+
+
+def _log_ticks(axes: Axes, wide: Locator, ratio: float) -> None:
+    axes.yaxis.set_major_locator(wide if ratio > WIDE else MaxNLocator(6))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def _absent(
+    axes: Axes, curves: list[Curve], quantity: str, unit: float, panel: str
+) -> Iterator[str]:
+    """Lines that name the curves that a panel does not show, or not to their end."""
+    reasons = {
+        f"not in the {panel} panel, no {quantity.replace('_', ' ')} in the file": [],
+        f"not in the {panel} panel, no finite value": [],
+        f"not in the {panel} panel, outside of its axis": [],
+        f"leaves the {panel} panel": [],
+    }
+    nothing, infinite, outside, leaves = reasons.values()
+    scaled = axes.yaxis.get_transform().transform
+    low, high = scaled(np.array(axes.get_ylim()))
+    edge = 1e-9 * (high - low)  # what lies on it is inside
+    for curve in curves:
+        if quantity not in curve.values:
+            nothing.append(curve.label)
+            continue
+        mean = unit * curve.mean(quantity)
+        with np.errstate(invalid="ignore"):
+            points = scaled(mean)
+        inside = np.isfinite(mean) & (low - edge <= points) & (points <= high + edge)
+        # See _fit_accuracy.
+        late = slice(len(mean) // 100, None)
+        if not np.isfinite(mean).any():
+            infinite.append(curve.label)
+        elif not inside.any():
+            outside.append(curve.label)
+        elif (~inside & ~np.isnan(mean))[late].any():
+            leaves.append(curve.label)
+    return (f"{reason}: {'; '.join(labels)}" for reason, labels in reasons.items() if labels)
 
 
 def _finite(curves: Iterable[np.ndarray]) -> np.ndarray:
