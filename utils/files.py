@@ -77,11 +77,6 @@ def is_alive(process: str, before: float = math.inf) -> bool | None:
     return True
 
 
-def visible(folder: Path, pattern: str) -> list[Path]:
-    """The folder's matching files, sorted; hidden ones, which other programs leave, are none."""
-    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
-
-
 @contextmanager
 def atomic_h5(path: Path) -> Iterator[h5py.File]:
     """An .h5 file to write; it appears under `path`, whole, when the block ends without error."""

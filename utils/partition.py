@@ -285,14 +285,6 @@ def draw(split: Split, labels: np.ndarray, path: str | Path, classes: int = 10) 
     write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=110))
 
 
-def literal(figure: Figure) -> None:
-    """Let "$" in every text of a figure be a dollar, not formulas: names are not ours."""
-    from matplotlib.text import Text
-
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)
-
-
 if __name__ == "__main__":
     from data.generate import partition
 
