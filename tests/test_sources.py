@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import io
-import tarfile
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from matplotlib.image import imsave
 
 import main as program
 import main_plot
@@ -19,8 +15,6 @@ from utils import model_utils
 from utils.errors import InputError
 from utils.model_utils import dataset_name, default_normalize, read_data, read_npz, read_source
 from utils.schemes import parse
-
-jpeg = importlib.import_module("data.Cifar10.jpeg_to_npz")
 
 RNG = np.random.RandomState(0)
 X, Y = RNG.normal(size=(240, 5)).astype(np.float32), np.arange(240) % 4
@@ -132,7 +126,7 @@ def test_a_missing_npz_or_a_folder_gives_one_line(tmp_path: Path, capsys) -> Non
         assert program.main(["--dataset", str(tmp_path / path)]) == 2
         assert f"dataset {tmp_path / path}: {reason}" in stderr_line(capsys.readouterr().err)
     assert program.main(["--dataset", "mnist"]) == 2
-    assert "or a FILE.npz; did you mean Mnist?" in stderr_line(capsys.readouterr().err)
+    assert "or a FOLDER of LEAF JSON; did you mean Mnist?" in stderr_line(capsys.readouterr().err)
 
 
 def test_the_default_split_of_a_file_keeps_its_test_part_out(mine: Path) -> None:
@@ -321,142 +315,3 @@ def test_every_dataset_has_its_facts() -> None:
     names = set(model_utils.DATASETS)
     assert names == set(model_utils.CLASSES) == set(model_utils.DEFAULTS)
     assert names - {"Synthetic"} == set(model_utils.SHAPES)
-
-
-# ---- JPEG files ----------------------------------------------------------------------------------
-
-
-def encoded(image: np.ndarray) -> bytes:
-    imsave(file := io.BytesIO(), image, format="jpg", pil_kwargs={"quality": 100})
-    return file.getvalue()
-
-
-def jpegs(folder: Path) -> dict[str, bytes]:
-    """Two classes, flat colours: cats are red, dogs blue; files named against their order."""
-    files = {}
-    for part, count in (("train", 3), ("test", 2)):
-        for label, channel in (("dog", 2), ("cat", 0)):
-            for i in reversed(range(count)):
-                image = np.zeros((8, 8, 3), np.uint8)
-                image[..., channel] = 100 + 10 * i
-                files[f"{part}/{label}/{i:04}.jpg"] = encoded(image)
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return files
-
-
-def test_jpeg_folder_and_archive_give_the_same_npz(tmp_path: Path, capsys) -> None:
-    files = jpegs(tmp_path / "images")
-    (tmp_path / "images" / "README").write_text("not an image")
-    with tarfile.open(tmp_path / "images.tar.xz", "w:xz") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(f"cifar/{name}")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    sources = []
-    for source in ("images", "images.tar.xz"):
-        output = tmp_path / f"{source}.npz"
-        assert jpeg.main([str(tmp_path / source), "--output", str(output)]) == 0
-        sources.append(read_npz(output))
-    first, second = sources
-    assert np.array_equal(first.x, second.x) and np.array_equal(first.y, second.y)
-    assert first.y.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1] and first.num_train == 6
-    colours = first.x.mean((2, 3))
-    assert abs(colours[:3, 0] - [100, 110, 120]).max() < 3 and colours[:3, 2].max() < 3
-    assert abs(colours[3:6, 2] - [100, 110, 120]).max() < 3
-    assert "x (6, 3, 8, 8)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("missing", "missing: No such file"),
-        ("text.tar", "text.tar: not a tar archive, or damaged"),
-        ("empty", "empty: holds no train/CLASS/NAME.jpg"),
-        ("broken", "train/cat/0.jpg: not a JPEG image"),
-        ("testonly", "testonly: holds no train/CLASS/NAME.jpg"),
-        ("sizes", "sizes: holds images of 2 sizes"),
-    ],
-)
-def test_jpeg_sources_that_do_not_fit(tmp_path: Path, source: str, message: str, capsys) -> None:
-    def image(side: int) -> bytes:
-        return encoded(np.zeros((side, side, 3), np.uint8))
-
-    (tmp_path / "text.tar").write_text("hello")
-    (tmp_path / "empty").mkdir()
-    for name, content in {
-        "broken/train/cat/0.jpg": b"hello",
-        "testonly/test/cat/0.jpg": image(8),
-        "sizes/train/cat/0.jpg": image(8),
-        "sizes/train/cat/1.jpg": image(16),
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    assert jpeg.main([str(tmp_path / source), "--output", str(tmp_path / "a.npz")]) == 2
-    assert message in stderr_line(capsys.readouterr().err)
-    assert not (tmp_path / "a.npz").exists()
-
-
-def packed(folder: Path, target: Path) -> Path:
-    """The files of a folder as a tar archive, without entries for folders, named ./NAME."""
-    with tarfile.open(target, "w") as archive:
-        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            archive.add(path, f"./{path.relative_to(folder)}")
-    return target
-
-
-@pytest.mark.parametrize("archive", [False, True])
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"test/images/0.JPEG": 8}, "test/images is no class of train, which has cat, dog"),
-        ({"train/bird/0.png": None}, "train/bird holds no NAME.jpg"),
-        ({"test/dog/x.txt": None, "test/bird/0.png": None}, "test/bird holds no NAME.jpg"),
-        ({"train/bird/images/0.jpg": 8}, "train/bird holds no NAME.jpg"),
-        ({"train/cat/cmyk.jpg": -8}, "train/cat/cmyk.jpg: has 4 channels, not RGB or grey"),
-    ],
-)
-def test_jpeg_layouts_that_would_shift_labels(tmp_path, extra, message, archive, capsys) -> None:
-    from PIL import Image
-
-    folder = tmp_path / "in.v1"
-    jpegs(folder)
-    for name, side in extra.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if side is None:
-            (folder / name).write_bytes(b"other")
-        else:
-            Image.new("CMYK" if side < 0 else "RGB", (8, 8)).save(folder / name, "JPEG")
-    source = packed(folder, tmp_path / "in.tar") if archive else folder
-    assert jpeg.main([str(source), "--output", str(tmp_path / "a.npz")]) == 2
-    assert message in stderr_line(capsys.readouterr().err)
-    assert not (tmp_path / "a.npz").exists()
-
-
-def test_an_empty_class_folder_is_refused(tmp_path: Path, capsys) -> None:
-    jpegs(tmp_path / "in")
-    (tmp_path / "in" / "train" / "bird").mkdir()
-    assert jpeg.main([str(tmp_path / "in"), "--output", str(tmp_path / "a.npz")]) == 2
-    assert "train/bird holds no NAME.jpg" in stderr_line(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("archive", [False, True])
-def test_hidden_names_are_no_images_and_others_are_counted(tmp_path, archive, capsys) -> None:
-    folder = tmp_path / "in"
-    jpegs(folder)
-    source = packed(folder, tmp_path / "first.tar") if archive else folder
-    assert jpeg.main([str(source), "--output", str(tmp_path / "a.npz")]) == 0
-    assert capsys.readouterr().err == ""
-    hidden = ("train/.ipynb_checkpoints/x.jpg", "train/cat/._0.jpg", "__MACOSX/train/cat/._0.jpg")
-    other = ("val/cat/0.jpg", "train/cat/x.png", "README")
-    for name in (*hidden, *other):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(b"no image")
-    source = packed(folder, tmp_path / "second.tar") if archive else folder
-    assert jpeg.main([str(source), "--output", str(tmp_path / "b.npz")]) == 0
-    line = "notice: left out: 3 files, no train|test/CLASS/NAME.jpg; the first: README\n"
-    assert capsys.readouterr().err == line
-    first, second = (np.load(tmp_path / f"{name}.npz") for name in "ab")
-    assert set(first) == set(second) == {"x", "y", "x_test", "y_test"}
-    assert all(np.array_equal(first[name], second[name]) for name in first)

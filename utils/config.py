@@ -17,7 +17,14 @@ from FLAlgorithms.trainmodel.custom import is_custom
 from FLAlgorithms.trainmodel.models import MODELS
 from FLAlgorithms.trainmodel.vision import NORMS
 from utils.errors import InputError, Parser
-from utils.model_utils import DATASETS, NORMALIZE, dataset_name, default_partition, is_file
+from utils.model_utils import (
+    DATASETS,
+    NORMALIZE,
+    dataset_name,
+    default_partition,
+    is_file,
+    is_folder,
+)
 from utils.options import (
     COUNT,
     STEP,
@@ -77,10 +84,11 @@ class _Dataset(Choice):
     """Parses a dataset's name, or the path of a file of arrays."""
 
     def __init__(self) -> None:
-        super().__init__(DATASETS, ", or a FILE.npz")
+        super().__init__(DATASETS, ", or a FILE.npz, or a FOLDER of LEAF JSON")
 
     def __call__(self, text: str) -> object:
-        return WholePath()(text) if is_file(text) else super().__call__(text)
+        path = is_file(text) or is_folder(text) or (text not in DATASETS and Path(text).is_dir())
+        return WholePath()(text) if path else super().__call__(text)
 
 
 class _Partition(Text):
@@ -115,7 +123,9 @@ class Config(_Declared):
     that algorithms declare follow those that are here.
     """
 
-    dataset: str = option("Mnist", _Dataset(), "data set, or a FILE.npz of arrays x, y")
+    dataset: str = option(
+        "Mnist", _Dataset(), "data set, a FILE.npz of arrays x, y, or a FOLDER of LEAF JSON"
+    )
     model: str = option("mclr", _Model(), "model; or FILE.py:Class, your own")
     norm: str | None = option(
         None, Choice(NORMS), "what follows convolutions (default: by architecture)"
@@ -172,6 +182,14 @@ class Config(_Declared):
     )
     data_dir: str | None = option(
         None, WholePath(), "folder of the data set's own files (default: in data/)"
+    )
+    split_dir: str | None = option(
+        None,
+        WholePath(),
+        "folder where splits that are drawn are kept (default: in data/, or with the results)",
+    )
+    shared_split: str = option(
+        "yes", Choice(("yes", "no")), "all repetitions on one split; no: each draws its own"
     )
     normalize: str | None = option(
         None, Choice(NORMALIZE), "features (default: by data set; images: pixel or channel)"
@@ -276,6 +294,10 @@ class Config(_Declared):
             raise InputError(
                 f"--partition {self.partition}: it draws a split, so give no --split {self.split}"
             )
+        leaf = is_folder(self.dataset) and self.partition is None
+        if self.shared_split == "no" and (leaf or self.split != "default"):
+            what = "a LEAF folder" if leaf else f"--split {self.split}"
+            raise InputError(f"--shared_split no: {what} is given, not drawn for a repetition")
         if self.test_set == "user" and self.drawn and not self.drawn.test:
             raise InputError(
                 f"--partition {self.partition}: test=0 leaves nothing to evaluate on, unless with "
@@ -342,8 +364,8 @@ FIELDS: dict[str, dataclasses.Field] = {
 ALGORITHM_FIELDS = frozenset().union(*(cls.reads() for cls in ALGORITHMS.values()))
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
 NOT_NUMBERS = frozenset(
-    "times repetition optimizer semantics split partition data_dir gpu block_size threads jobs "
-    "lockstep state_device results_dir save_every save_models resume log_file".split()
+    "times repetition optimizer semantics split partition data_dir split_dir gpu block_size "
+    "threads jobs lockstep state_device results_dir save_every save_models resume log_file".split()
 )
 
 

@@ -21,7 +21,14 @@ from utils.batches import OFFICIAL, PARTS, FederatedData
 from utils.config import Config, notices, say
 from utils.errors import InputError
 from utils.grid import Grid, Run
-from utils.model_utils import Source, default_normalize, features, read_data, reads_folder
+from utils.model_utils import (
+    Source,
+    default_normalize,
+    features,
+    read_data,
+    reads_folder,
+    split_folders,
+)
 from utils.parallel import run_parallel
 from utils.partition import MOST_LABELS, Split
 from utils.progress import Interrupts, Progress, Show, Watch
@@ -49,6 +56,7 @@ class Job:
     split: Split
     data: FederatedData
     normalize: str
+    first: Split  # of repetition 0: what the files are named after
 
     def model(self, repetition: int) -> Classifier:
         """The repetition's initial model."""
@@ -65,12 +73,15 @@ class Job:
     def recorder(self, repetition: int, progress: Watch | None) -> Recorder:
         """A recorder that writes where the configuration says."""
         facts = {"device": str(self.data.x.device), "normalize": self.normalize}
-        return Recorder(self.config, self.split, repetition, facts, progress)
+        return Recorder(self.config, self.split, repetition, facts, progress, self.first)
 
 
-def read(config: Config) -> tuple[Source, Split]:
-    """The data and the split that a configuration names."""
-    return read_data(config.dataset, config.split, config.drawn, config.data_dir)
+def read(config: Config, repetition: int = 0) -> tuple[Source, Split]:
+    """The data and the split that a configuration names; of a repetition, where they differ."""
+    folders = split_folders(config.dataset, config.split_dir, config.results_dir)
+    later = repetition if config.shared_split == "no" else 0
+    data = (config.dataset, config.split, config.drawn, config.data_dir)
+    return read_data(*data, folders, later)
 
 
 def settle(config: Config, source: Source, split: Split) -> Config:
@@ -91,8 +102,8 @@ def settle(config: Config, source: Source, split: Split) -> Config:
     return dataclasses.replace(config, model=pinned(config.model), norm=norm)
 
 
-def prepare(config: Config, source: Source, split: Split) -> Job:
-    """Normalise, move to the device, set threads."""
+def prepare(config: Config, source: Source, split: Split, first: Split | None = None) -> Job:
+    """Normalise, move to the device, set threads; `first`: repetition 0's split, if another."""
     torch.set_num_threads(config.threads)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     config = settle(config, source, split)
@@ -103,7 +114,7 @@ def prepare(config: Config, source: Source, split: Split) -> Job:
     data = federate(source, split, x, model.flat, config.test_set == "global")
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
-    return Job(config, source.shape, source.classes, split, data, normalize)
+    return Job(config, source.shape, source.classes, split, data, normalize, first or split)
 
 
 def _model(config: Config, shape: tuple[int, ...], classes: int, seed: int) -> Classifier:
@@ -193,20 +204,24 @@ class Loader:
 
     def __init__(self) -> None:
         self._data: tuple[tuple, tuple[Source, Split]] | None = None
-        self._job: tuple[Config, Job] | None = None
+        self._job: tuple[tuple, Job] | None = None
 
-    def data(self, config: Config) -> tuple[Source, Split]:
-        """The configuration's data set and split."""
+    def data(self, config: Config, repetition: int = 0) -> tuple[Source, Split]:
+        """The configuration's data set and split; of a repetition, where they differ."""
         key = (config.dataset, config.split, config.partition, config.test_set, config.data_dir)
+        key += (config.split_dir, config.results_dir, config.shared_split == "no" and repetition)
         if self._data is None or self._data[0] != key:
-            self._data = (key, read(config))
+            self._data = None  # two of them need not fit into memory
+            self._data = (key, read(config, repetition))
         return self._data[1]
 
-    def job(self, config: Config) -> Job:
-        """The configuration with its data on the device."""
-        if self._job is None or self._job[0] != config:
-            self._job = None  # two of them need not fit into memory
-            self._job = (config, prepare(config, *self.data(config)))
+    def job(self, config: Config, repetition: int) -> Job:
+        """The configuration with a repetition's data on the device."""
+        key = (config, config.shared_split == "no" and repetition)
+        if self._job is None or self._job[0] != key:
+            self._job = None
+            first = self.data(config)[1] if key[1] else None
+            self._job = (key, prepare(config, *self.data(config, repetition), first))
         return self._job[1]
 
 
@@ -313,7 +328,7 @@ def is_whole(path: Path) -> bool:
 
 def _lockstep(config: Config, model: Classifier) -> bool:
     """Whether the repetitions train side by side in one block."""
-    several = len(config.repetitions) > 1 and stackable(model)
+    several = len(config.repetitions) > 1 and stackable(model) and config.shared_split == "yes"
     auto = config.gpu >= 0 and not is_custom(config.model)
     return several and {"yes": True, "no": False, "auto": auto}[config.lockstep]
 
@@ -366,7 +381,7 @@ def _run_tasks(tasks: Sequence[Task], title: str, loader: Loader) -> int:
         code = 0
         with Interrupts() as interrupts:
             for task, show in zip(tasks, shows, strict=True):
-                job = loader.job(task.config)
+                job = loader.job(task.config, task.repetitions[0])
                 code = max(code, run_repetitions(job, task.repetitions, show, interrupts.pause))
         return code
     finally:

@@ -13,16 +13,16 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PureWindowsPath
+from pathlib import Path, PurePath, PureWindowsPath
 
 import numpy as np
 
 from utils.errors import InputError
 from utils.files import is_foreign, visible
-from utils.partition import GROUP_NAME, Split, check, draw, table
+from utils.partition import USER_NAME, Split, check, draw, table
 from utils.schemes import (
     PARTITIONS,
     Partition,
@@ -69,29 +69,38 @@ def read_data(
     split: str = "default",
     partition: Partition | None = None,
     data_dir: str | None = None,
+    folders: Sequence[Path] = (),
+    later: int = 0,
 ) -> tuple[Source, Split]:
     """The dataset and its split: "default", "published", a .npz file or a folder of LEAF JSON.
 
     `partition` draws a split, unless its file is there already, in place of the default one.
+    `folders`: where splits are kept, in the first of them that can be written. `later`: added to
+    the seed of a split that is drawn.
     """
     _choose_dataset(dataset)
     name = dataset_name(dataset)
+    folders = folders or split_folders(dataset)
+    if is_folder(dataset) and partition is None and split == "default":
+        return _read_leaf(dataset, Path(dataset))
     if partition is not None:
-        return _partitioned(undivided(dataset, data_dir), partition)
+        partition = partition.after(later)
+        return _partitioned(undivided(dataset, data_dir), partition, folders)
     if split == "published":
         if dataset != "Mnist":
             raise InputError(f"split published: exists for Mnist only, not for {name}")
         source = read_source(dataset, {}, data_dir)
         return source, stamped(published(source.y), source)
     if split == "default":
-        return _default(dataset, data_dir)
-    homes = (Path(), ROOT, DATA / name / "split")
-    path = next((p for p in (home / split for home in homes) if p.exists()), None)
+        return _default(dataset, data_dir, folders, later)
+    path = next(
+        (p for p in (home / split for home in (Path(), ROOT, *folders)) if p.exists()), None
+    )
     if path is None:
-        there = ", ".join(p.stem for p in visible(DATA / name / "split", "*.npz"))
+        there = ", ".join(p.stem for folder in folders for p in visible(folder, "*.npz"))
         raise InputError(
             f"split {split}: no such file or folder; beside default and published there are, in "
-            f"data/{name}/split: {there or 'none, see data/' + name}"
+            f"{' and '.join(map(shown, folders))}: {there or 'none, see data/' + name}"
         )
     if path.is_dir():
         return _read_leaf(dataset, path)
@@ -117,6 +126,8 @@ def read_source(dataset: str, manifest: dict, data_dir: str | None = None) -> So
         return source
     if is_file(dataset):
         return read_npz(Path(dataset))
+    if is_folder(dataset):
+        return _read_leaf(dataset, Path(dataset))[0]
     home = DATA / HOMES.get(dataset, dataset) if data_dir is None else Path(data_dir)
     if data_dir is not None and not home.is_dir():
         raise InputError(f"data_dir {data_dir}: no such folder")
@@ -375,23 +386,34 @@ def is_file(dataset: str) -> bool:
     return dataset.endswith(".npz")
 
 
+def is_folder(dataset: str) -> bool:
+    """Whether a dataset is named by a folder of LEAF JSON."""
+    return not is_file(dataset) and dataset not in DATASETS and ("/" in dataset or "\\" in dataset)
+
+
 def dataset_name(dataset: str) -> str:
-    """How results and folders call a dataset: its name, or its file's without the ending."""
-    if not is_file(dataset):
+    """How results and folders call a dataset: its name, its folder's or its file's stem."""
+    if not (is_file(dataset) or is_folder(dataset)):
         return dataset
     # A recorded path may come from the other kind of system.
     path = PureWindowsPath(dataset) if is_foreign(dataset) else Path(dataset)
-    return re.sub(r"[^\w.-]", "-", path.stem)
+    name = path.stem if is_file(dataset) else leaf_name(path)
+    return re.sub(r"[^\w.-]", "-", name)
+
+
+def leaf_name(folder: PurePath) -> str:
+    """What a folder of LEAF JSON is called: LEAF's own lie in NAME/data."""
+    return folder.parent.name if folder.name == "data" else folder.name
 
 
 def reads_folder(dataset: str, split: Split) -> bool:
     """Whether `data_dir` can say where the samples are: a file and LEAF say so themselves."""
-    named = not is_file(dataset) and dataset != "Synthetic"
+    named = not (is_file(dataset) or is_folder(dataset) or dataset == "Synthetic")
     return named and split.manifest.get("scheme") != "leaf"
 
 
 def _choose_dataset(dataset: str) -> None:
-    if not is_file(dataset):
+    if not (is_file(dataset) or is_folder(dataset)):
         _choose(dataset, DATASETS, "dataset")
 
 
@@ -548,11 +570,22 @@ def split_path(dataset: str, kind: str, arguments: dict) -> Path:
     return DATA / dataset / "split" / f"{name}.npz"
 
 
-def partition_path(source: Source, partition: Partition) -> Path:
+def partition_path(source: Source, partition: Partition, folder: Path | None = None) -> Path:
     """Where the split that a partition of these data gives belongs."""
     content = source.origin.get("sha256", "")[:8]
     name = "_".join([partition.stem, *([content] if content else [])])
-    return DATA / source.name / "split" / f"{name}.npz"
+    return (folder or DATA / source.name / "split") / f"{name}.npz"
+
+
+def split_folders(
+    dataset: str, split_dir: str | None = None, results_dir: str | None = None
+) -> tuple[Path, ...]:
+    """Where a dataset's splits are kept: in `split_dir`, or with the data, else the results."""
+    name = dataset_name(dataset)
+    if split_dir is not None:
+        return (Path(split_dir) / name,)
+    beside = () if results_dir is None else (Path(results_dir) / "splits" / name,)
+    return (DATA / name / "split", *beside)
 
 
 def make_split(
@@ -600,24 +633,44 @@ def undivided(dataset: str, data_dir: str | None = None) -> Source:
     return read_source(dataset, {"source": default} if default else {}, data_dir)
 
 
-def _partitioned(source: Source, partition: Partition) -> tuple[Source, Split]:
-    path, draw_anew = partition_path(source, partition), partial(dealt, source, partition)
-    return source, _kept(path, source, partition.scheme, partition.named, draw_anew)
+def _partitioned(
+    source: Source, partition: Partition, folders: Sequence[Path]
+) -> tuple[Source, Split]:
+    paths = [partition_path(source, partition, folder) for folder in folders]
+    draw_anew = partial(dealt, source, partition)
+    return source, _kept(paths, source, partition.scheme, partition.named, draw_anew)
+
+
+def _keep_new(source: Source, split: Split, paths: Sequence[Path]) -> None:
+    """Keep a split at the first place that can be written, and say what it is."""
+    for path in paths:
+        try:
+            picture = keep_split(source, split, path)
+            break
+        except InputError as error:
+            reason = error
+    else:
+        raise InputError(f"{reason}; --split_dir says where else splits may be kept")
+    print(table(split, source.y, source.classes, most=20), file=sys.stderr)
+    beside = f", picture {picture.name}" if picture else ""
+    print(f"split made: {shown(path)}{beside}", file=sys.stderr)
 
 
 def _kept(
-    path: Path, source: Source, scheme: str, arguments: dict, draw_anew: Callable[[], Split]
+    paths: Sequence[Path],
+    source: Source,
+    scheme: str,
+    arguments: dict,
+    draw_anew: Callable[[], Split],
 ) -> Split:
     """The split in a file that is named after how it was drawn; without the file it is drawn.
 
     Raises InputError where the file is not what it is named after.
     """
-    if not path.exists():
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
         split = draw_anew()
-        picture = keep_split(source, split, path)
-        print(table(split, source.y, source.classes, most=20), file=sys.stderr)
-        beside = f", picture {picture.name}" if picture else ""
-        print(f"split made: {shown(path)}{beside}", file=sys.stderr)
+        _keep_new(source, split, paths)
         return split
     split, manifest = Split.load(path), (source.name, scheme, arguments)
     made = tuple(split.manifest.get(key) for key in ("dataset", "scheme", "arguments"))
@@ -651,7 +704,9 @@ def keep_split(source: Source, split: Split, path: Path) -> Path | None:
     return picture
 
 
-def _default(dataset: str, data_dir: str | None) -> tuple[Source, Split]:
+def _default(
+    dataset: str, data_dir: str | None, folders: Sequence[Path], later: int
+) -> tuple[Source, Split]:
     if is_file(dataset):
         source = read_npz(Path(dataset))
         # Who brings a test part means it to be kept apart.
@@ -660,12 +715,13 @@ def _default(dataset: str, data_dir: str | None) -> tuple[Source, Split]:
         if source.user is not None:
             owned = pool == "train" and len(source.user) == len(source.y)
             scheme = "owner" if owned else "user"
-        return _partitioned(source, partition_of(scheme, {}, pool))
+        return _partitioned(source, partition_of(scheme, {}, pool).after(later), folders)
     recipe = DEFAULTS[dataset]
-    path = DATA / dataset / "split" / f"{recipe.name.format(**recipe.arguments)}.npz"
-    source = read_source(dataset, {"source": recipe.arguments}, data_dir)
-    draw_anew = partial(split_by, recipe, source, recipe.arguments)
-    return source, _kept(path, source, recipe.scheme, recipe.arguments, draw_anew)
+    arguments = recipe.arguments | {"seed": recipe.arguments["seed"] + later}
+    paths = [folder / f"{recipe.name.format(**arguments)}.npz" for folder in folders]
+    source = read_source(dataset, {"source": arguments}, data_dir)
+    draw_anew = partial(split_by, recipe, source, arguments)
+    return source, _kept(paths, source, recipe.scheme, arguments, draw_anew)
 
 
 # ---- LEAF-style JSON -----------------------------------------------------------------------------
@@ -707,11 +763,11 @@ def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
     }
     nothing = np.zeros(0, np.int64)
     # Images have their dataset's classes; vectors are Synthetic's or of any other number.
-    classes = max(CLASSES[dataset], int(y.max()) + 1)
+    classes = max(CLASSES.get(dataset, 1), int(y.max()) + 1)
     held = np.bincount(y, minlength=classes)
     manifest = {
         "scheme": "leaf",
-        "dataset": dataset,
+        "dataset": dataset_name(dataset),
         "arguments": {},
         "folder": str(folder.resolve()),  # a replay may start elsewhere
         "source": sums,  # so that the split's hash covers the samples
@@ -723,7 +779,7 @@ def _read_leaf(dataset: str, folder: Path) -> tuple[Source, Split]:
         tuple(rows.get((name, "test"), nothing) for name in names),
         manifest,
     )
-    return Source(dataset, x, y, classes, len(y), origin=sums), split
+    return Source(dataset_name(dataset), x, y, classes, len(y), origin=sums), split
 
 
 def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -738,8 +794,8 @@ def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np
         raise InputError(f"{len(names)} users and {len(sizes)} num_samples, expected as many, >= 1")
     users = {}
     for name, size in zip(names, sizes, strict=True):
-        if not isinstance(name, str) or not GROUP_NAME.fullmatch(name) or name in users:
-            raise InputError(f"user {name!r}: must be a unique text without / that is not .")
+        if not isinstance(name, str) or not USER_NAME.fullmatch(name) or name in users:
+            raise InputError(f"user {name!r}: must be a unique text that is not .")
         entry = data.get(name)
         if not isinstance(entry, dict) or not {"x", "y"} <= entry.keys():
             raise InputError(f"user {name}: user_data lacks it, or its x or y")
@@ -775,6 +831,8 @@ def _shaped(x: np.ndarray, dataset: str, name: str) -> np.ndarray:
     shape = SHAPES.get(dataset)
     if not len(x):
         return x
+    if is_folder(dataset):
+        return _images(x, f"user {name}: x")
     if shape is None:
         if x.ndim != 2:
             raise InputError(f"user {name}: x must be vectors")

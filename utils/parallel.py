@@ -106,7 +106,7 @@ def _work(todo: multiprocessing.Queue, news: multiprocessing.Queue, stop: object
         while (numbered := todo.get()) is not None:
             pause()
             number, task = numbered
-            job = loader.job(task.config)
+            job = loader.job(task.config, task.repetitions[0])
             tell = partial(show, number, task.config.num_global_iters)
             news.put(("code", run_repetitions(job, task.repetitions, tell, pause)))
     except KeyboardInterrupt:

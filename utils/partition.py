@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import quote
 
 import numpy as np
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from utils.model_utils import Source
 
 PARTS = ("train", "test")
-# Result files use a user's name as an HDF5 group.
-GROUP_NAME = re.compile(r"(?!\.+$)[^/\0\ud800-\udfff]+")
+# Result files use a user's name as an HDF5 group, see `group_name`.
+USER_NAME = re.compile(r"(?!\.+$)[^\0\ud800-\udfff]+")
 # What np.load and the checks after it raise on files that are empty, cut, altered or another kind.
 DAMAGE = (
     AttributeError,
@@ -39,6 +40,11 @@ DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
+
+
+def group_name(user: str) -> str:
+    """A user's name as the name of a group: as it is, unless it has a slash (quoted as in URLs)."""
+    return quote(user, safe=" ") if "/" in user else user
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +62,8 @@ class Split:
     labels: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if len(set(map(group_name, self.users))) < len(set(self.users)):
+            raise InputError("split: two users' names are the same once / is quoted")
         object.__setattr__(self, "manifest", {**self.manifest, "hash": self.hash})
 
     @property

@@ -24,7 +24,7 @@ from utils.errors import InputError
 from utils.files import open_h5
 from utils.jobs import Job, prepare, read
 from utils.model_utils import read_source
-from utils.partition import Split, check
+from utils.partition import Split, check, group_name
 from utils.results import CURVES, SCHEMA, Recorder, check_writable
 
 # The golden files' own names for some options.
@@ -33,6 +33,8 @@ GOLDEN_MANIFEST = {"scheme": "golden", "dataset": "Mnist"}
 GOLDEN = {"dataset": "Mnist", "semantics": "authors", "normalize": "published"}
 OVERRIDES = ("num_global_iters", "results_dir", "gpu", "block_size", "threads", "eval_every")
 OVERRIDES += ("data_dir",)
+# Arrays that files of earlier versions lack.
+ADDED = ("normalize", "users", "work")
 ACCURACIES = {"rs_glob_acc": "test", "rs_train_acc": "train"}
 EARLY = 5  # rounds after which rounding has not grown yet
 LOSSES = {"rs_train_loss": "train", "rs_test_loss": "test"}
@@ -185,12 +187,13 @@ def _split(file: h5py.File, manifest: dict) -> Split:
     users = tuple(file["users"].asstr()[()].tolist()) if "users" in file else tuple(sorted(group))
     if len(set(users)) != len(users):
         raise ValueError("users names one twice")
-    parts = {p: tuple(_whole(group[u][p]) for u in users) for p in ("train", "test")}
+    of_user = [group[group_name(user)] for user in users]
+    parts = {p: tuple(_whole(rows[p]) for rows in of_user) for p in ("train", "test")}
     labels = {
-        (i, p): _whole(group[u][f"{p}_label"])
-        for i, u in enumerate(users)
+        (i, p): _whole(rows[f"{p}_label"])
+        for i, rows in enumerate(of_user)
         for p in ("train", "test")
-        if f"{p}_label" in group[u]
+        if f"{p}_label" in rows
     }
     return Split(users, parts["train"], parts["test"], manifest, labels)
 
@@ -333,7 +336,8 @@ def verify(path: str, given: dict[str, object]) -> int:
     """
     recording = read_recording(path, given)
     config = dataclasses.replace(recording.config, num_global_iters=len(recording.selected))
-    job = prepare(config, *read(config))
+    first = read(config)[1] if config.shared_split == "no" else None
+    job = prepare(config, *read(config, recording.repetition), first)
     with tempfile.TemporaryDirectory() as folder:
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, results_dir=folder))
         recorder = job.recorder(recording.repetition, None)
@@ -372,7 +376,9 @@ def _differences(old: Path, new: Path) -> list[str]:
         found.append(arrays)
     a, b = found
     lines = [
-        f"{old.name}: {name} is in one of the two only" for name in sorted(a.keys() ^ b.keys())
+        f"{old.name}: {name} is in one of the two only"
+        for name in sorted(a.keys() ^ b.keys())
+        if name in a or name.split("/")[0] not in ADDED
     ]
     for name in sorted(a.keys() & b.keys()):
         floats = a[name].dtype.kind == "f"

@@ -29,7 +29,7 @@ from utils.errors import InputError
 from utils.files import atomic_h5, open_h5, replacing
 from utils.measures import late_count, late_mean, over_users
 from utils.model_utils import is_default
-from utils.partition import PARTS, Split
+from utils.partition import PARTS, Split, group_name
 
 if TYPE_CHECKING:
     from utils.progress import Watch
@@ -145,19 +145,25 @@ class Recorder:
         repetition: int,
         facts: dict[str, object],
         progress: Watch | None = None,
+        first: Split | None = None,
     ) -> None:
-        """`config`: all switches resolved; `facts`: `device` and `normalize` as really used."""
+        """`config`: all switches resolved; `facts`: `device` and `normalize` as really used.
+
+        `first`: repetition 0's split, if another; all repetitions' files are named after it.
+        """
         self.config, self.split, self.repetition = config, split, repetition
-        self.paths = {p: result_path(config, split, p, repetition) for p in (False, True)}
-        self.checkpoint_path = checkpoint_path(config, split, repetition)
+        first = first or split
+        self.paths = {p: result_path(config, first, p, repetition) for p in (False, True)}
+        self.checkpoint_path = checkpoint_path(config, first, repetition)
         self.identity = {name: getattr(config, name) for name in name_fields(config)}
-        self.identity |= identity(config, split) | {"dataset": config.dataset_name}
+        self.identity |= identity(config, first) | {"dataset": config.dataset_name}
         self.facts, self.progress = facts, progress
         self.started, self.clock = datetime.now(timezone.utc), time.monotonic()
         self.saved = -math.inf  # the first round is saved at once, to be looked at
         self.main: list[tuple[int, Metrics]] = []
         self.personal: list[tuple[int, dict[str, Metrics]]] = []
         self.selected: list[np.ndarray] = []
+        self.work: list[np.ndarray] = []  # after each round, of all rounds so far
         self.server: Server | None = None
         self.init: dict[str, np.ndarray] = {}
 
@@ -184,6 +190,7 @@ class Recorder:
     def round_done(self, round_number: int, selected: np.ndarray) -> None:
         """Keep who was selected; save now and then."""
         self.selected.append(selected)
+        self.work.append(self.server.work[self.run].copy())
         if self.progress:
             self.progress.round_done(round_number)
         if self.config.log_file is not None:
@@ -235,6 +242,7 @@ class Recorder:
             "main": _pack([(r, {"": m}) for r, m in self.main]),
             "personal": _pack(self.personal),
             "selected": [torch.from_numpy(np.asarray(s)) for s in self.selected],
+            "work": torch.from_numpy(_stacked(self.work)),
             "init": {n: torch.from_numpy(v) for n, v in self.init.items()},
         }
         with replacing(self.checkpoint_path) as beside:
@@ -280,6 +288,8 @@ class Recorder:
             personal = _unpack(checkpoint["personal"], names, data.sizes)
             selected = [s.numpy() for s in checkpoint["selected"]]
             init = {n: v.numpy() for n, v in checkpoint["init"].items()}
+            work = checkpoint["work"]
+            _demand_like(work, torch.empty(done, len(WORK), dtype=torch.int64))
             _demand(0 <= done == len(selected) <= self.config.num_global_iters)
             _demand(all(np.isin(who, np.arange(data.num_users)).all() for who in selected))
             _demand(all(who.shape == np.unique(who).shape for who in selected))
@@ -288,7 +298,7 @@ class Recorder:
         # What was evaluated before the next round is evaluated again.
         self.main = [(r, m[""]) for r, m in main if r < done]
         self.personal = [e for e in personal if e[0] < done]
-        self.selected, self.init = selected, init
+        self.selected, self.init, self.work = selected, init, list(work.numpy())
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
@@ -315,6 +325,8 @@ class Recorder:
             for row, who in zip(rows, self.selected, strict=True):
                 row[: len(who)] = who
             file["selected_users"] = rows
+            file["work"] = _stacked(self.work)
+            file["work"].attrs["columns"] = json.dumps(WORK)
             _write_group(file, "init", self.init)
             _write_group(file, "final", self._state())
             write_split(file, self.split)
@@ -325,6 +337,7 @@ class Recorder:
                 self._attributes(file, status, primary, self.paths[False])
                 entries = [(r, models[primary]) for r, models in self.personal]
                 _write_curves(file, entries, len(self.split.users))
+                _write_users(file, self.split)
                 names = self.server.personal_names(self.config)
                 for name in names if len(names) > 1 else ():
                     curve = [models[name].accuracy("test") for _, models in self.personal]
@@ -374,7 +387,7 @@ class Recorder:
     def _write_models(self, file: h5py.File) -> None:
         for name, rows in self.server.personal_models(self.run).items():
             for user, value in zip(self.split.users, rows.cpu().numpy(), strict=True):
-                file[f"personal/{user}/{name}"] = value
+                file[f"personal/{group_name(user)}/{name}"] = value
 
 
 def _pack(entries: Sequence[tuple[int, dict[str, Metrics]]]) -> dict[str, object]:
@@ -465,15 +478,25 @@ def _write_curves(
         file["user_test_acc"] = np.array(users, dtype=np.float64).reshape(-1, num_users)
 
 
+def _stacked(work: Sequence[np.ndarray]) -> np.ndarray:
+    """(T, columns) int64."""
+    return np.array(work, dtype=np.int64).reshape(-1, len(WORK))
+
+
+def _write_users(file: h5py.File, split: Split) -> None:
+    file["users"] = np.array(split.users, dtype=h5py.string_dtype())
+
+
 def write_split(file: h5py.File, split: Split) -> None:
     """`users` in their order; split/USER/train, test; labels only where they differ."""
-    file["users"] = np.array(split.users, dtype=h5py.string_dtype())
+    _write_users(file, split)
     for index, user in enumerate(split.users):
+        group = f"split/{group_name(user)}"
         for part in ("train", "test"):
             rows = getattr(split, part)[index]
-            file[f"split/{user}/{part}"] = np.asarray(rows, dtype=np.int32)
+            file[f"{group}/{part}"] = np.asarray(rows, dtype=np.int32)
             if (index, part) in split.labels:
-                file[f"split/{user}/{part}_label"] = split.labels[index, part].astype(np.int32)
+                file[f"{group}/{part}_label"] = split.labels[index, part].astype(np.int32)
 
 
 def status(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from utils.errors import InputError
-from utils.partition import GROUP_NAME, Split
+from utils.partition import USER_NAME, Split
 
 if TYPE_CHECKING:
     from utils.model_utils import Source
@@ -367,8 +367,8 @@ def _rows_by_owner(pool: Pool) -> tuple[tuple[str, ...], list[np.ndarray]]:
     names, whose = np.unique(pool.user[: len(pool.labels)], return_inverse=True)
     names = tuple(map(str, names.tolist()))
     for name in names:
-        if not GROUP_NAME.fullmatch(name):
-            raise InputError(f"user {name!r}: must be a text without / that is no .")
+        if not USER_NAME.fullmatch(name):
+            raise InputError(f"user {name!r}: must be a text that is no .")
     mine = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose))[:-1])
     return names, [_by_label(pool, rows) for rows in mine]
 
@@ -480,6 +480,10 @@ class Partition:
     def test(self) -> float:
         """The share of each user's rows that is held out."""
         return self.arguments.get("test", COMMON["test"])
+
+    def after(self, later: int) -> Partition:
+        """The same with a seed that is `later` higher."""
+        return Partition(self.scheme, self.arguments | {"seed": self.arguments["seed"] + later})
 
     @property
     def stem(self) -> str:

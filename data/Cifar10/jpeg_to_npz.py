@@ -2,8 +2,8 @@
 
 `python data/Cifar10/jpeg_to_npz.py cifar10.tar.xz --output data/Cifar10/cifar10.npz` reads a folder
 or a tar archive that holds train/CLASS/NAME.jpg and, if there is one, test/CLASS/NAME.jpg. Labels
-number the classes in alphabetical order, which is CIFAR-10's own. Hidden names are left out in
-silence, other files with a notice; a class without images, or in test alone, is refused.
+number the classes of train in alphabetical order, which is CIFAR-10's own. Other files are left out
+and told of; hidden ones are passed over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -20,11 +20,10 @@ from matplotlib.image import imread
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils.errors import InputError, Parser, guarded
-from utils.partition import PARTS, write_atomic
+from utils.partition import write_atomic
 
+PARTS = ("train", "test")
 ENDINGS = (".jpg", ".jpeg")
-Key = tuple[str, str, str]  # part, class, file
-Entry = tuple[PurePosixPath, Callable[[], bytes] | None]  # a file and how to read it, or a folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,107 +39,122 @@ def _convert(argv: Sequence[str] | None) -> int:
     source, output = Path(given.source), Path(given.output)
     if output.suffix != ".npz" or output.is_dir():
         raise InputError(f"output {output}: must name a file ending in .npz")
-    images: dict[Key, np.ndarray] = {}
-    classes: set[tuple[str, str]] = set()
-    left: list[str] = []
+    images: dict[PurePosixPath, np.ndarray] = {}
+    files: set[PurePosixPath] = set()
+    folders: set[PurePosixPath] = set()
     try:
-        for path, read in _folder(source) if source.is_dir() else _archive(source):
-            classes |= _classes(path, read is not None)
-            if read is None:
-                continue
-            if key := _key(path):
-                images[key] = _decoded(str(path), read())
-            else:
-                left.append(str(path))
+        for path, is_folder, read in _visible(source):
+            folders.update(path.parents)
+            (folders if is_folder else files).add(path)
+            if read and path.parent.parent.name in PARTS and path.suffix.lower() in ENDINGS:
+                images[path] = _decoded(path, read())
     except OSError as error:
         raise InputError(f"{source}: {error.strerror or error}") from None
     except (tarfile.TarError, EOFError) as error:
         raise InputError(f"{source}: not a tar archive, or damaged ({error})") from None
-    _check(source, images, classes)
-    arrays = _arrays(images)
-    if left:
-        what = f"{len(left)} file{'s' * (len(left) > 1)}, no train|test/CLASS/NAME.jpg"
-        print(f"notice: left out: {what}; the first: {left[0]}", file=sys.stderr)
+    parts = _part_folders(images)
+    taken = {path: image for path, image in images.items() if path.parent.parent in parts}
+    left_out = _left_out(parts, files - set(taken))
+    if not any(path.parent.parent.name == "train" for path in taken):
+        raise InputError(f"{source}: holds no train/CLASS/NAME.jpg{left_out and f'; {left_out}'}")
+    _check_classes(source, parts, folders, taken)
+    arrays = _arrays(source, taken)
     write_atomic(output, lambda file: np.savez(file, **arrays))
+    if left_out:
+        print(f"notice: {source}: {left_out}", file=sys.stderr)
     shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
     print(f"{output}: {shapes}\nuse it:  python main.py --dataset {output} --model cnn")
     return 0
 
 
+# Where, whether it is a folder, and what reads it (None: a folder, a link in an archive, ...).
+Entry = tuple[PurePosixPath, bool, Callable[[], bytes] | None]
+
+
 def _folder(source: Path) -> Iterator[Entry]:
     for path in sorted(source.rglob("*")):
-        name = PurePosixPath(path.relative_to(source).as_posix())
-        if not _hidden(name):
-            yield name, path.read_bytes if path.is_file() else None
+        read = path.read_bytes if path.is_file() else None
+        yield PurePosixPath(path.relative_to(source).as_posix()), path.is_dir(), read
 
 
 def _archive(source: Path) -> Iterator[Entry]:
     with tarfile.open(source, "r|*") as archive:
         for member in archive:
-            name = PurePosixPath(member.name)
-            if not _hidden(name) and (member.isfile() or member.isdir()):
-                yield name, archive.extractfile(member).read if member.isfile() else None
+            read = archive.extractfile(member).read if member.isfile() else None
+            yield PurePosixPath(member.name), member.isdir(), read
 
 
-def _hidden(name: PurePosixPath) -> bool:
-    """What systems and editors leave behind: .ipynb_checkpoints, ._NAME of a Mac."""
-    return any(part.startswith(".") for part in name.parts)
+def _visible(source: Path) -> Iterator[Entry]:
+    """All that is in the source but what systems and editors hide there."""
+    for entry in _folder(source) if source.is_dir() else _archive(source):
+        names = set(entry[0].parts) - {".."}
+        if not any(name.startswith(".") or name == "__MACOSX" for name in names):
+            yield entry
 
 
-def _key(name: PurePosixPath) -> Key | None:
-    """(part, class, file) of an image, whatever folders the parts lie in."""
-    *_, part, label, file = ("", "", *name.parts)
-    known = part in PARTS and file.lower().endswith(ENDINGS)
-    return (part, label, file) if known else None
+def _part_folders(images: Collection[PurePosixPath]) -> set[PurePosixPath]:
+    """The folders train and test, wherever they lie; also the one that holds no image.
+
+    A class, too, may be named train: of folders in one another the outermost with images counts.
+    """
+    holding = {path.parent.parent for path in images}
+    outermost = {folder for folder in holding if holding.isdisjoint(folder.parents)}
+    above = {parent for folder in outermost for parent in folder.parents}
+    return {folder.with_name(part) for folder in outermost for part in PARTS} - above
 
 
-def _classes(name: PurePosixPath, is_file: bool) -> set[tuple[str, str]]:
-    """(part, class) that a path means, if it names or lies in the folder of one."""
-    if key := is_file and _key(name):
-        return {key[:2]}
-    folders = name.parts[:-1] if is_file else name.parts
-    found = [i for i, folder in enumerate(folders[:-1]) if folder in PARTS]
-    # data/train/train/CLASS: the last one holds the classes.
-    return {(folders[i], folders[i + 1]) for i in found[-1:] if folders[i + 1] not in PARTS}
+def _left_out(parts: set[PurePosixPath], files: set[PurePosixPath]) -> str:
+    """How many files are not taken; README and the like beside the parts are not meant to be."""
+    beside = {parent for folder in parts for parent in folder.parents}
+    left = sorted(file for file in files if file.parent not in beside)
+    return f"left out as no CLASS/NAME.jpg: {len(left)}, the first {left[0]}" if left else ""
 
 
-def _check(source: Path, images: dict[Key, np.ndarray], classes: set[tuple[str, str]]) -> None:
-    """InputError unless there are train images, in every class some, and no class in test alone."""
-    shapes = {image.shape for image in images.values()}
-    held = {key[:2] for key in images}
-    trained = {label for part, label in held if part == "train"}
-    if not trained:
-        raise InputError(f"{source}: holds no train/CLASS/NAME.jpg")
-    for part, label in sorted(classes - held):
-        raise InputError(f"{source}: {part}/{label} holds no NAME.jpg")
-    for label in sorted({label for _, label in held} - trained):
-        names = ", ".join(sorted(trained)[:10]) + ", ..." * (len(trained) > 10)
-        raise InputError(f"{source}: test/{label} is no class of train, which has {names}")
-    if len(shapes) > 1:
-        raise InputError(f"{source}: holds images of {len(shapes)} sizes")
+def _check_classes(
+    source: Path,
+    parts: set[PurePosixPath],
+    folders: set[PurePosixPath],
+    images: Collection[PurePosixPath],
+) -> None:
+    """Each class has images, and those of test are classes of train."""
+    classes = {folder for folder in folders if folder.parent in parts}
+    for folder in sorted(classes - {path.parent for path in images}):
+        raise InputError(f"{source}: {folder}: a class without NAME.jpg or NAME.jpeg")
+    known = {folder.name for folder in classes if folder.parent.name == "train"}
+    for folder in sorted(classes):
+        if folder.name not in known:
+            names = ", ".join(sorted(known))
+            raise InputError(f"{source}: {folder}: is no class of train, which has {names}")
 
 
-def _decoded(name: str, content: bytes) -> np.ndarray:
+def _decoded(path: PurePosixPath, content: bytes) -> np.ndarray:
     """(3, height, width); grey images get three equal channels."""
     try:
         image = imread(io.BytesIO(content), format="jpg")
     except (OSError, SyntaxError, ValueError):
-        raise InputError(f"{name}: not a JPEG image, or damaged") from None
-    if image.ndim == 3 and image.shape[2] != 3:
-        raise InputError(f"{name}: has {image.shape[2]} channels, not RGB or grey")
-    return np.broadcast_to(
-        image[..., np.newaxis] if image.ndim == 2 else image, (*image.shape[:2], 3)
-    ).transpose(2, 0, 1)
+        raise InputError(f"{path}: not a JPEG image, or damaged") from None
+    image = image.reshape(*image.shape[:2], -1)
+    if image.shape[2] not in (1, 3):
+        raise InputError(f"{path}: has {image.shape[2]} channels, not RGB or grey")
+    return np.broadcast_to(image, (*image.shape[:2], 3)).transpose(2, 0, 1)
 
 
-def _arrays(images: dict[Key, np.ndarray]) -> dict[str, np.ndarray]:
+def _arrays(source: Path, images: dict[PurePosixPath, np.ndarray]) -> dict[str, np.ndarray]:
     """x, y and, where there are test images, x_test, y_test; in the order of class and file."""
-    labels = {name: i for i, name in enumerate(sorted({label for _, label, _ in images}))}
+    shapes = {image.shape for image in images.values()}
+    if len(shapes) != 1:
+        raise InputError(f"{source}: holds images of {len(shapes)} sizes")
+    places: dict[tuple[str, str, str], PurePosixPath] = {}
+    for path in sorted(images):
+        key = (path.parent.parent.name, path.parent.name, path.name)
+        if places.setdefault(key, path) != path:
+            raise InputError(f"{source}: {places[key]}, {path}: must have different names")
+    labels = {name: i for i, name in enumerate(sorted({label for _, label, _ in places}))}
     arrays = {}
-    for part, ending in zip(PARTS, ("", "_test"), strict=True):
-        keys = sorted(key for key in images if key[0] == part)
+    for part, ending in (("train", ""), ("test", "_test")):
+        keys = sorted(key for key in places if key[0] == part)
         if keys:
-            arrays[f"x{ending}"] = np.stack([images[key] for key in keys])
+            arrays[f"x{ending}"] = np.stack([images[places[key]] for key in keys])
             arrays[f"y{ending}"] = np.array([labels[label] for _, label, _ in keys])
     return arrays
 
