@@ -105,7 +105,7 @@ def _declared() -> dict[str, dataclasses.Field]:
     for algorithm, cls in ALGORITHMS.items():
         for name, field in cls.new_options.items():
             if found.setdefault(name, field) is not field:
-                raise TypeError(f"{algorithm}: new option {name} is another algorithm's, too")
+                raise TypeError(f"{algorithm}: there is an option {name} already")
     return found
 
 
@@ -270,14 +270,16 @@ class Config(_Declared):
 
         Raises InputError where the command line would.
         """
+        algorithm = given.get("algorithm", Config.algorithm)
+        algorithm = checked(FIELDS["algorithm"], algorithm, "Config: algorithm")
+        given = ALGORITHMS[algorithm].defaults | given
         if unknown := [name for name in given if name not in FIELDS]:
             near = difflib.get_close_matches(unknown[0], FIELDS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise InputError(f"Config: {unknown[0]}: unknown option{hint}")
         given = {name: checked(FIELDS[name], v, f"Config: {name}") for name, v in given.items()}
-        own = ALGORITHMS[given.get("algorithm", Config.algorithm)].defaults
         for name, field in FIELDS.items():
-            object.__setattr__(self, name, (own | given).get(name, field.default))
+            object.__setattr__(self, name, given.get(name, field.default))
         self._check()
 
     def _check(self) -> None:
@@ -360,6 +362,8 @@ class Config(_Declared):
 FIELDS: dict[str, dataclasses.Field] = {
     f.name: f for f in sorted(dataclasses.fields(Config), key=lambda f: f.name in DECLARED)
 }
+if taken := [name for name, field in DECLARED.items() if FIELDS[name] is not field]:
+    raise TypeError(f"there is an option {taken[0]} already")
 # Fields that only some algorithms read; everything else is common.
 ALGORITHM_FIELDS = frozenset().union(*(cls.reads() for cls in ALGORITHMS.values()))
 # Fields that change no number: where and how fast a job runs, which part of it, what is kept.
