@@ -21,7 +21,8 @@ import main_plot
 from utils import plot_utils as plots
 from utils.files import is_alive, visible
 from utils.grid import Published
-from utils.partition import literal
+from utils.partition import Split, literal
+from utils.partition import draw as draw_split
 
 ROOT = Path(main_plot.__file__).parent
 CONFIG = {
@@ -502,6 +503,22 @@ def test_dollars_are_drawn_as_they_are(tmp_path, text):
     assert len(shown) == 3
     assert not any(part.get_parse_math() for part in shown)
     assert run(tmp_path, "--out", tmp_path / "y.png") == 0
+
+
+def test_the_picture_of_a_split_draws_dollars(tmp_path, monkeypatch):
+    figures, save = [], Figure.savefig
+
+    def spy(self, *args, **extra):
+        figures.append(self)
+        save(self, *args, **extra)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    rows = tuple(np.arange(2 * user, 2 * user + 1) for user in range(2))
+    split = Split(("$_{$", "b$c$"), rows, rows, {"dataset": "$_{$"})
+    draw_split(split, np.zeros(4, int), tmp_path / "$_{$.png")
+    shown = [part for part in figures[0].findobj(Text) if "$" in part.get_text()]
+    assert {part.get_text() for part in shown} == {"$_{$", "b$c$", "$_{$: $_{$"}
+    assert not any(part.get_parse_math() for part in shown)
 
 
 def test_ticks_that_are_made_late_are_literal(tmp_path):

@@ -357,18 +357,17 @@ def _average(runs: list[Run], options: str) -> Curve:
         note=f"{' or '.join(states)} at {at}" if states else "",
         rounds=rounds,
         values=values,
-        users=_last_over_users(runs),
+        users=_users_at(runs, rounds[-1]),
     )
     if any(len(run.rounds) != len(rounds) for run in runs):
         notice(f"{curve.label}: unequal lengths, averaged over the {len(rounds)} common rounds")
     return curve
 
 
-def _last_over_users(runs: list[Run]) -> np.ndarray | None:
+def _users_at(runs: list[Run], round_number: int) -> np.ndarray | None:
     if any(run.users is None for run in runs):
         return None
-    last = reduce(np.intersect1d, [run.rounds for run in runs])[-1]
-    return np.concatenate([run.users[:, run.rounds == last][:, 0] for run in runs])
+    return np.concatenate([run.users[:, run.rounds == round_number][:, 0] for run in runs])
 
 
 def _describe(runs: list[Run]) -> dict[str, str]:
