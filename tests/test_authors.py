@@ -345,7 +345,15 @@ def call(script: Path, *words: str) -> subprocess.CompletedProcess:
 
 def test_a_second_algorithm_is_found_by_the_engine_tests(ditto):
     """Ditto on both engines, by the line that the README gives."""
-    done = call(ditto, "-m", "pytest", "tests/test_engine.py", "-q", "-k", "Ditto and not cnn and not authors")
+    done = call(
+        ditto,
+        "-m",
+        "pytest",
+        "tests/test_engine.py",
+        "-q",
+        "-k",
+        "Ditto and not cnn and not authors",
+    )
     assert done.returncode == 0, done.stdout[-2000:]
     assert " passed" in done.stdout
 

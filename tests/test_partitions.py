@@ -210,7 +210,7 @@ def test_user_follows_the_column() -> None:
     assert split_of("user", named).users == ("a", "b")
     partly = Pool("Toy", LABELS, 10, WHOSE[:100])
     assert sum(map(len, rows_of(split_of("user", partly)))) == 100
-    with pytest.raises(InputError, match="user '..': must be a text"):
+    with pytest.raises(InputError, match=r"user '\.\.': must be a text"):
         split_of("user", Pool("Toy", LABELS[:1], 10, np.array([".."])))
     with pytest.raises(InputError, match=r"^Toy has no user column"):
         split_of("user", Pool("Toy", LABELS))
