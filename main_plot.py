@@ -43,6 +43,7 @@ def _parser(job: bool) -> Parser:
         default="linear",
         help="of the figure's two axes; log: of the loss, and of the error 100 %% - accuracy",
     )
+    add("--x", choices=plots.OVER, default="round", help="what the curves are drawn over")
     add("--csv", type=Path, help="write the curves there, one point a line")
     add("--target", type=float, default=0.9, help="accuracy for the last column (%(default)s)")
     return parser
@@ -82,7 +83,7 @@ def _run(argv: list[str] | None) -> int:
         print(f"{' '.join(group).strip()}\n{plots.table(members, args.target)}\n")
     for group, members in groups.items():
         place = _place(args, group, len(groups) > 1)
-        plots.save(plots.draw(members, scale=args.scale), place)
+        plots.save(plots.draw(members, scale=args.scale, x=args.x), place)
         print(f"figure: {place}")
     if args.csv:
         plots.write_csv(args.csv, curves)
@@ -103,7 +104,8 @@ def _compare(args: argparse.Namespace, rest: list[str]) -> int:
     home = Path(grid.runs[0].config.results_dir)
     stem = args.out.with_suffix("") if args.out else home / args.config.stem
     figure = args.out or stem.with_name(stem.name + ".png")
-    drawn = plots.draw(comparison.curves, grid.title, comparison.published, args.scale)
+    how = (comparison.published, args.scale, args.x)
+    drawn = plots.draw(comparison.curves, grid.title, *how)
     plots.save(drawn, figure)
     tables = compare.write(comparison, stem)
     print(tables[0].read_text(encoding="utf-8"))

@@ -400,15 +400,15 @@ def test_a_curve_that_a_panel_lacks_is_named(tmp_path):
     ]
     # A small loss does not make the usual one of a global model an explosion.
     write(tmp_path / "a_0.h5", [0.999, 0.9999])
-    write(tmp_path / "b_0.h5", [-1.3, 0.1], seed=1)
+    write(tmp_path / "b_0.h5", [-1.3, 0.1], learning_rate=0.1)
     assert "panel" not in hints(plots.draw(curves(tmp_path / "a_0.h5", tmp_path / "b_0.h5")))
     # No loss at all has no logarithm.
     write(tmp_path / "a_0.h5", [1.0, 1.0])
-    write(tmp_path / "b_0.h5", [0.9, 0.95], seed=1)
+    write(tmp_path / "b_0.h5", [0.9, 0.95], learning_rate=0.1)
     both = curves(tmp_path / "a_0.h5", tmp_path / "b_0.h5")
     assert "panel" not in hints(plots.draw(both))
     assert hints(plots.draw(both, scale="log")).splitlines()[1:] == [
-        "not in the loss panel, outside of its axis: FedAvg, global, seed=0 (n=1)"
+        "not in the loss panel, outside of its axis: FedAvg, global, learning_rate=0.005 (n=1)"
     ]
 
 
@@ -459,7 +459,7 @@ def test_several_algorithms_have_a_hue_each(tmp_path):
 
 def test_configurations_of_one_algorithm_have_a_colour_each(tmp_path):
     for i in range(3):
-        write(tmp_path / f"a{i}_0.h5", [0.1, 0.2], seed=i)
+        write(tmp_path / f"a{i}_0.h5", [0.1, 0.2], learning_rate=(i + 1) / 100)
     lines = plots.draw(curves(tmp_path)).axes[0].get_lines()
     assert [line.get_color() for line in lines] == [*plots.COLOURS[:3]]
 
@@ -684,13 +684,15 @@ def test_axes_keep_the_scale_that_is_asked_for(tmp_path):
     rise[8] = 0.2
     assert plots.draw(curves(write(path, rise))).axes[0].get_ylim()[0] < 20
     # Losses 1 - accuracy: up to 1e30 and then infinite.
-    exploded = write(tmp_path / "b_0.h5", [0.2, -1e30, -np.inf], status="diverged", seed=1)
+    exploded = write(
+        tmp_path / "b_0.h5", [0.2, -1e30, -np.inf], status="diverged", learning_rate=0.1
+    )
     write(path, [0.2, 0.3, 0.4])
     for scale in plots.SCALES:
         figure = plots.draw(curves(path, exploded), scale=scale)
         low, high = figure.axes[1].get_ylim()
         assert low < 0.6 and 0.8 < high < 1
-        assert "leaves the loss panel: FedAvg, global, seed=1" in hints(figure)
+        assert "leaves the loss panel: FedAvg, global, learning_rate=0.1" in hints(figure)
         plots.save(figure, tmp_path / "both.png")
         low, high = plots.draw(curves(exploded), scale=scale).axes[1].get_ylim()
         assert low < 0.8 and 1e30 < high < np.inf
@@ -749,3 +751,47 @@ def test_an_empty_csv_name_is_one_line(tmp_path, capsys):
     assert main_plot.main([str(tmp_path), "--csv", "", "--out", str(tmp_path / "x.png")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "not a file name" in line
+
+
+def test_swept_seeds_are_averaged(tmp_path):
+    """Of the run, of the split, or of both; but not runs on other data with the same seed."""
+    names = iter(range(100))
+
+    def several(folder, *configs):
+        (tmp_path / folder).mkdir()
+        for accuracy, config in enumerate(configs, 1):
+            write(tmp_path / folder / f"{next(names)}_0.h5", [0.1, accuracy / 10], **config)
+        return curves(tmp_path / folder)
+
+    (one,) = several("run", {"seed": 0}, {"seed": 1}, {"seed": 2})
+    assert one.repetitions == "3" and one.mean("test_acc")[1] == pytest.approx(0.2)
+    assert one.options == "" and one.std("test_acc")[1] == pytest.approx(0.1)
+    split = "dirichlet:users=9,alpha={},seed={}"
+    (one,) = several("split", *({"partition": split.format(0.1, s)} for s in (3, 4)))
+    assert one.repetitions == "2"
+    both = [{"partition": split.format(a, s), "seed": s} for a in (0.1, 0.5) for s in (3, 4)]
+    found = several("both", *both)
+    assert [c.repetitions for c in found] == ["2", "2"]
+    assert [c.options for c in found] == [
+        f"partition={split.format(a, '3, 4')}" for a in (0.1, 0.5)
+    ]
+    assert [float(c.mean("test_acc")[1]) for c in found] == pytest.approx([0.15, 0.35])
+    several("data", {"seed": 0}, {"seed": 1})
+    for path in (tmp_path / "data").iterdir():
+        with h5py.File(path, "r+") as file:
+            file.attrs["config"] = json.dumps(json.loads(file.attrs["config"]) | {"seed": 0})
+    assert len(curves(tmp_path / "data")) == 2
+
+
+def test_curves_over_work_are_those_of_the_file(tmp_path):
+    path = write(tmp_path / "a_0.h5", [0.1, 0.5, 0.7])
+    with pytest.raises(plots.InputError, match="--x bytes: the files of FedAvg"):
+        plots.draw(curves(path), x="bytes")
+    with h5py.File(path, "r+") as file:
+        file["work"] = np.array([[5, 100, 7], [9, 300, 8]])
+        file["work"].attrs["columns"] = json.dumps(["gradients", "bytes_down", "bytes_up"])
+    for x, expected in (("round", [0, 1, 2]), ("gradients", [0, 5, 9]), ("bytes", [0, 107, 308])):
+        left, right = plots.draw(curves(path), x=x).axes
+        for axes in (left, right):
+            assert axes.get_lines()[0].get_xdata().tolist() == expected
+        assert left.get_xlabel().startswith(x)

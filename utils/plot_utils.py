@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
@@ -62,6 +62,7 @@ APART = {"dataset", "model", "algorithm", "num_global_iters"}
 SETUP = {"times", "repetition", "optimizer", "gpu", "block_size", "threads", "results_dir"}
 SETUP |= {
     "data_dir",
+    "split_dir",
     "save_every",
     "save_models",
     "jobs",
@@ -72,8 +73,15 @@ SETUP |= {
 }
 # Okabe and Ito's colours without yellow, which is too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SPLIT_SEED = re.compile(r"\bseed=(\d+)")
 MARKERS = ("", "s", "^", "v", "D", "P")
 SCALES = ("linear", "log")
+# What the curves may be drawn over: the columns of a file's `work` that are summed, and a title.
+OVER = {
+    "round": ((), "round"),
+    "gradients": (("gradients",), "gradients so far"),
+    "bytes": (("bytes_down", "bytes_up"), "bytes sent so far, down and up"),
+}
 # From this ratio of largest to smallest on, a log scale has its own kind of ticks; a loss that
 # exceeds the usual one by it may leave the panel.
 WIDE = 10
@@ -94,6 +102,7 @@ class Run:
     values: dict[str, np.ndarray]
     stacked: bool
     users: np.ndarray | None  # as a value: test accuracies averaged over users
+    work: dict[str, np.ndarray]  # per evaluation, of all rounds so far; empty in older files
     # A legacy file that was named by itself; it joins the only other figure.
     guest: bool = False
 
@@ -119,6 +128,7 @@ class Curve:
     rounds: np.ndarray
     values: dict[str, np.ndarray]
     users: np.ndarray | None = None  # each repetition's last test accuracy averaged over users
+    work: Mapping[str, np.ndarray] = field(default_factory=dict)  # mean over repetitions
     beside: bool = False  # not the configuration's own choice of a personalised model
 
     @property
@@ -196,12 +206,20 @@ def read_run(path: Path) -> Run:
         users = _over_users((rows if "user_test_acc" in rows else file).get("user_test_acc"))
         length = values["test_acc"].shape[1]
         rounds = np.asarray(file["round"] if "round" in file else range(length), int)
+        work = _work(file["work"], rounds) if "work" in file else {}
     if not length:
         raise InputError(f"{path}: holds no evaluations")
     every = [*values.values(), *([] if users is None else [users])]
     if any(v.shape[1:] != rounds.shape for v in every):
         raise InputError(f"{path}: damaged, its curves and rounds differ in length")
-    return Run(path, rounds=rounds, values=values, stacked=bool(rows), users=users, **about)
+    about |= {"users": users, "work": work}
+    return Run(path, rounds=rounds, values=values, stacked=bool(rows), **about)
+
+
+def _work(table: h5py.Dataset, rounds: np.ndarray) -> dict[str, np.ndarray]:
+    """By column, what had been done when each of `rounds` rounds were over."""
+    done = np.concatenate([np.zeros((1, table.shape[1]), np.int64), table[()]])
+    return dict(zip(json.loads(table.attrs["columns"]), done[rounds].T, strict=True))
 
 
 def _over_users(accuracy: h5py.Dataset | None) -> np.ndarray | None:
@@ -215,8 +233,12 @@ def _described(attrs: h5py.AttributeManager, path: Path) -> dict:
         raise TypeError(config)
     # FILE.py:Class@HASH goes by its class; trainmodel.custom.label would bring torch along.
     model = config["model"].rpartition(":")[2].partition("@")[0]
+    dataset, manifest = dataset_name(config["dataset"]), json.loads(attrs.get("manifest", "{}"))
+    if dataset == "Synthetic" and manifest.get("scheme") == "leaf":
+        # Read under that name since any vectors are; they are other data.
+        dataset = dataset_name(f"{manifest['folder']}/")
     return {
-        "config": config | {"dataset": dataset_name(config["dataset"]), "model": model},
+        "config": config | {"dataset": dataset, "model": model},
         "options": tuple(json.loads(attrs["options"])),
         **{key: str(attrs[key]) for key in ("evaluates", "identity", "repetition")},
         "status": _status(attrs, path, float(config.get("save_every", 0))),
@@ -280,7 +302,7 @@ def trained(runs: list[Run]) -> list[Run]:
 
 def make_curves(runs: list[Run]) -> list[Curve]:
     """One curve per configuration and evaluated model; unfinished repetitions make their own."""
-    runs = _adopt_guests(_without_averages(runs))
+    runs = _adopt_guests(_over_seeds(_without_averages(runs)))
     options = _describe(runs)
     sets: dict[tuple, list[Run]] = {}
     for run in runs:
@@ -325,6 +347,53 @@ def _without_averages(runs: list[Run]) -> list[Run]:
     return [run for key, run in kept.items() if key[2] != "avg" or key[:2] not in single]
 
 
+def _over_seeds(runs: list[Run]) -> list[Run]:
+    """The runs, those that differ in their seeds alone (or their splits' seeds) as one's own.
+
+    Then they have one identity, and are averaged like repetitions.
+    """
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for run in runs:
+        found.setdefault(_seedless(run), {})[run.identity] = _seeds(run)
+    merged = []
+    for run in runs:
+        seeds = found[_seedless(run)]
+        # Equal seeds: they differ in their data, which no option tells.
+        if len(seeds) > 1 and len(set(seeds.values())) == len(seeds):
+            own, drawn = (", ".join(sorted(set(s))) for s in zip(*seeds.values(), strict=True))
+            config = run.config | {"seed": own}
+            if drawn:
+                config["partition"] = SPLIT_SEED.sub(f"seed={drawn}", str(config["partition"]))
+            run = replace(run, identity=min(seeds), config=config)
+        merged.append(run)
+    return merged
+
+
+def _seeds(run: Run) -> tuple[str, str]:
+    drawn = SPLIT_SEED.search(str(run.config.get("partition")))
+    return _show(run.config.get("seed")), drawn[1] if drawn else ""
+
+
+def _seedless(run: Run) -> str:
+    rest = {k: v for k, v in run.config.items() if k not in SETUP | {"seed", "partition"}}
+    drawn = SPLIT_SEED.sub("seed", str(run.config.get("partition")))
+    # Legacy files tell nothing of their seeds.
+    return json.dumps([rest, drawn, run.identity if run.guest else ""], sort_keys=True)
+
+
+def over(curves: list[Curve], what: str) -> list[Curve]:
+    """The curves over something else than rounds; InputError where a file does not tell it."""
+    columns, _ = OVER[what]
+    if lacking := [c.label for c in curves if not set(columns) <= c.work.keys()]:
+        raise InputError(
+            f"--x {what}: the files of {lacking[0]} do not have it by round (averages, files of "
+            "earlier versions); run main.py again"
+        )
+    if not columns:
+        return curves
+    return [replace(c, rounds=sum(c.work[name] for name in columns)) for c in curves]
+
+
 def _adopt_guests(runs: list[Run]) -> list[Run]:
     groups = {run.group for run in runs if not run.guest}
     if len(groups) != 1:
@@ -358,6 +427,11 @@ def _average(runs: list[Run], options: str) -> Curve:
         rounds=rounds,
         values=values,
         users=_users_at(runs, rounds[-1]),
+        work={
+            name: np.mean([r.work[name][np.isin(r.rounds, rounds)] for r in runs], axis=0)
+            for name in first.work
+            if all(name in run.work for run in runs)
+        },
     )
     if any(len(run.rounds) != len(rounds) for run in runs):
         notice(f"{curve.label}: unequal lengths, averaged over the {len(rounds)} common rounds")
@@ -512,16 +586,19 @@ def draw(
     title: str = "",
     published: Mapping[Key, "Published"] | None = None,
     scale: str = "linear",
+    x: str = "round",
 ) -> Figure:
-    """Test accuracy and train loss over the rounds, the legend below.
+    """Test accuracy and train loss over the rounds (or `x`, see OVER), the legend below.
 
     `published`: values to mark in the accuracy panel. `scale`: of the loss and, if log, of the
     error 100 % - accuracy.
     """
+    curves = over(curves, x)
     figure = Figure(layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True)
     looks = _looks(curves)
-    told = {c.key: published[c.key] for c in curves if c.key in (published or {})}
+    published = published if published and x == "round" else {}
+    told = {c.key: published[c.key] for c in curves if c.key in published}
     covers = [sum(_coincide(c, later) for later in curves[i + 1 :]) for i, c in enumerate(curves)]
     handles = []
     for curve, above in zip(curves, covers, strict=True):
@@ -537,7 +614,7 @@ def draw(
     losses = [curve.mean("train_loss") for curve in curves if "train_loss" in curve.values]
     _fit_loss(right, losses, scale)
     for axes in (left, right):
-        axes.set_xlabel("round")
+        axes.set_xlabel(OVER[x][1])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

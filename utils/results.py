@@ -325,8 +325,7 @@ class Recorder:
             for row, who in zip(rows, self.selected, strict=True):
                 row[: len(who)] = who
             file["selected_users"] = rows
-            file["work"] = _stacked(self.work)
-            file["work"].attrs["columns"] = json.dumps(WORK)
+            self._write_work(file)
             _write_group(file, "init", self.init)
             _write_group(file, "final", self._state())
             write_split(file, self.split)
@@ -338,6 +337,7 @@ class Recorder:
                 entries = [(r, models[primary]) for r, models in self.personal]
                 _write_curves(file, entries, len(self.split.users))
                 _write_users(file, self.split)
+                self._write_work(file)
                 names = self.server.personal_names(self.config)
                 for name in names if len(names) > 1 else ():
                     curve = [models[name].accuracy("test") for _, models in self.personal]
@@ -383,6 +383,10 @@ class Recorder:
     def _state(self) -> dict[str, np.ndarray]:
         state = self.server.state_dict(self.run)
         return {n: t.detach().cpu().numpy().copy() for n, t in state.items()}
+
+    def _write_work(self, file: h5py.File) -> None:
+        file["work"] = _stacked(self.work)
+        file["work"].attrs["columns"] = json.dumps(WORK)
 
     def _write_models(self, file: h5py.File) -> None:
         for name, rows in self.server.personal_models(self.run).items():
