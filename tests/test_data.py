@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -882,6 +883,11 @@ def test_leaf_images_get_the_shape_of_the_dataset(
     source, _ = read_data(dataset, str(leaf(tmp_path, content, content)))
     assert source.x.shape == (2, *shape)
     assert np.array_equal(source.x[0].ravel(), x.ravel())
+    bad = np.where(np.arange(x.size).reshape(given) == 30, np.inf, x)
+    content = users_of(a=([x.tolist(), bad.tolist()], [1, 2]))
+    where = "row 1, (channel, y, x) = " + str(tuple(map(int, np.unravel_index(30, shape))))
+    with pytest.raises(InputError, match=re.escape(f"user a: x holds NaN or infinity in {where}")):
+        read_data(dataset, str(leaf(tmp_path, content, content)))
 
 
 GOOD = users_of(a=([[1, 2], [3, 4]], [0, 1]))
@@ -916,14 +922,18 @@ def data(x: object, y: object, size: int = 2) -> dict:
         (data([[1, 2], [3]], [0, 1]), "user a: x is ragged"),
         (data([[1, 2], [3, "4"]], [0, 1]), "user a: x must hold numbers only"),
         (data([[1, 2], [3, None]], [0, 1]), "user a: x must hold numbers only"),
-        (data([[1, 2], [3, float("nan")]], [0, 1]), "user a: x holds NaN or infinity"),
-        (data([[1, 2], [3, 1e300]], [0, 1]), "user a: x holds NaN or infinity"),
+        (
+            data([[1, 2], [3, float("nan")]], [0, 1]),
+            "user a: x holds NaN or infinity in row 1, column 1$",
+        ),
+        (data([[1, 2], [3, 1e300]], [0, 1]), "user a: x holds NaN or infinity in row 1, column 1$"),
         (data({"0": 1}, [0, 1]), "user a: x must be a list"),
         (data([1, 2], [0, 1]), "user a: x must be vectors"),
-        (data([[1, 2], [3, 4]], [0, 0.5]), "user a: y must be whole numbers in 0..9"),
-        (data([[1, 2], [3, 4]], [0, 10**4]), "user a: y must be whole numbers in 0..9999"),
-        (data([[1, 2], [3, 4]], [0, -1]), "user a: y must be whole numbers in 0..9"),
+        (data([[1, 2], [3, 4]], [0, 0.5]), r"user a: y must be whole .*: row 1 holds 0\.5$"),
+        (data([[1, 2], [3, 4]], [0, 10**4]), r"user a: y .* in 0\.\.9999: row 1 holds 10000$"),
+        (data([[1, 2], [3, 4]], [0, -1]), r"user a: y must be whole .*: row 1 holds -1$"),
         (data([[1, 2], [3, 4]], [[0], [1]]), "user a: y must be whole numbers in 0..9"),
+        (data([[1, 2], [3, 4]], [float("nan"), 1]), "user a: y must be .*: row 0 holds nan$"),
         (data([[1, 2], [3, 4]], ["0", "1"]), "user a: y must hold numbers only"),
         (data([[1, 2, 3], [3, 4, 5]], [0, 1]), "samples of 2 different shapes, expected one"),
     ],

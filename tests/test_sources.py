@@ -21,6 +21,12 @@ X, Y = RNG.normal(size=(240, 5)).astype(np.float32), np.arange(240) % 4
 TEST = {"x_test": X[:40] + 1, "y_test": Y[:40]}
 
 
+def spoiled(values: np.ndarray, place: object, by: float = np.nan) -> np.ndarray:
+    values = values.astype(float)
+    values[place] = by
+    return values
+
+
 def saved(path: Path, **arrays: object) -> Path:
     np.savez(path, **arrays)
     return path
@@ -97,17 +103,22 @@ def test_a_damaged_npz_gives_one_line(mine: Path, change: str, capsys) -> None:
         ({"x": X[:, 0]}, r"x has shape \(240,\): must be"),
         ({"x": X.reshape(240, 1, 1, 1, 5)}, r"x has shape \(240, 1, 1, 1, 5\): must be"),
         ({"x": X[:0], "y": Y[:0]}, r"x has shape \(0, 5\): must be"),
-        ({"x": np.where(X > 2, np.nan, X)}, "x holds NaN or infinity"),
-        ({"x": np.where(X > 2, 1e300, X.astype(float))}, "x holds NaN or infinity"),
+        ({"x": spoiled(X, (17, 3))}, "x holds NaN or infinity in row 17, column 3$"),
+        ({"x": spoiled(X, (4, 0), 1e300)}, "x holds NaN or infinity in row 4, column 0$"),
+        ({"x_test": spoiled(X[:40], (2, 1))}, "x_test holds NaN or infinity in row 2, column 1$"),
+        (
+            {"x": spoiled(np.zeros((240, 4, 4, 3)), (9, 2, 3, 1), -np.inf)},
+            r"x holds NaN or infinity in row 9, \(channel, y, x\) = \(1, 2, 3\)$",
+        ),
         ({"x_test": X[:40, :4]}, r"samples of x_test have shape \(4,\), of x \(5,\)"),
         ({"x": X.astype(str)}, "x has type <U.*: must be numbers"),
         ({"x": X.astype(object)}, "holds pickled objects, or damaged"),
-        ({"y": Y - 1}, "y must hold whole numbers >= 0, and no NaN"),
-        ({"y": Y + 0.5}, "y must hold whole numbers >= 0, and no NaN"),
-        ({"y": np.where(Y, Y, np.nan)}, "y must hold whole numbers >= 0, and no NaN"),
+        ({"y": Y - 1}, r"y must hold whole numbers in 0\.\.9999: row 0 holds -1$"),
+        ({"y": spoiled(Y, 7, 1.5)}, r"y must hold whole numbers in 0\.\.9999: row 7 holds 1.5$"),
+        ({"y": spoiled(Y, 9)}, r"y must hold whole numbers in 0\.\.9999: row 9 holds nan$"),
         ({"y": Y.astype(str)}, "y has type <U.*: must be whole numbers"),
-        ({"y": Y * 5000}, r"label 15000: must be in 0..9999"),
-        ({"y_test": np.full(40, 10**12)}, "y_test must hold whole numbers >= 0"),
+        ({"y": Y * 5000}, r"y must hold whole numbers in 0\.\.9999: row 2 holds 10000$"),
+        ({"y_test": np.full(40, 10**12)}, r"y_test must hold .*: row 0 holds 1e\+12$"),
         ({"user": Y[:7]}, r"user has type int64 and shape \(7,\): must be"),
         ({"user": X[:, 0]}, "user has type float32"),
     ],

@@ -446,11 +446,11 @@ def _source_of(name: str, arrays: dict[str, np.ndarray]) -> Source:
                 raise InputError(f"array {key} is missing")
         x, y = arrays[f"x{part}"], arrays[f"y{part}"]
         arrays[f"x{part}"] = x = _images(x, f"x{part}")
-        arrays[f"y{part}"] = y = _whole(y, f"y{part}")
         if y.shape != x.shape[:1] or not len(y):
             raise InputError(
                 f"x{part} has {len(x)} samples, y{part} the shape {y.shape}: must agree"
             )
+        arrays[f"y{part}"] = _whole(y, f"y{part}")
     x, y = arrays["x"], arrays["y"]
     if "x_test" in arrays:
         if arrays["x_test"].shape[1:] != x.shape[1:]:
@@ -460,8 +460,6 @@ def _source_of(name: str, arrays: dict[str, np.ndarray]) -> Source:
         kind = np.result_type(x, arrays["x_test"])
         x = np.concatenate([x.astype(kind), arrays["x_test"].astype(kind)])
         y = np.concatenate([y, arrays["y_test"]])
-    if y.max() >= MOST_CLASSES:
-        raise InputError(f"label {y.max()}: must be in 0..{MOST_CLASSES - 1}")
     num_train, whose = len(arrays["x"]), arrays.get("user")
     if whose is not None and (
         whose.shape not in ((num_train,), (len(y),)) or whose.dtype.kind not in "iuU"
@@ -490,8 +488,7 @@ def _images(x: np.ndarray, what: str) -> np.ndarray:
     if x.dtype != np.uint8:
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
-        if not np.isfinite(x).all():
-            raise InputError(f"{what} holds NaN or infinity")
+        _demand_finite(x, what)
     return np.ascontiguousarray(x)
 
 
@@ -502,10 +499,30 @@ def _channels_last(first: int, second: int, third: int) -> bool:
 def _whole(y: np.ndarray, what: str) -> np.ndarray:
     if y.dtype.kind not in "buif":
         raise InputError(f"{what} has type {y.dtype}: must be whole numbers")
-    # NaN fails the first comparison.
-    if y.size and not ((y >= 0) & (y < 2**31) & (y == np.floor(y))).all():
-        raise InputError(f"{what} must hold whole numbers >= 0, and no NaN")
+    _demand_labels(y, MOST_CLASSES, f"{what} must hold whole numbers in 0..{MOST_CLASSES - 1}")
     return y.astype(np.int64)
+
+
+def _demand_finite(x: np.ndarray, what: str) -> None:
+    """InputError, naming the first bad number of the samples x (n, *shape) unless all are finite.
+
+    Rows and places count from 0.
+    """
+    fine = np.isfinite(x)
+    if fine.all():
+        return
+    row, *place = map(int, np.unravel_index(np.argmin(fine), x.shape))
+    named = f"(channel, y, x) = {tuple(place)}" if len(place) == 3 else f"column {place[0]}"
+    raise InputError(f"{what} holds NaN or infinity in row {row}, {named}")
+
+
+def _demand_labels(y: np.ndarray, limit: int, message: str) -> None:
+    """InputError with the first row of y that holds no whole number from 0 to below `limit`."""
+    # NaN fails the first comparison.
+    fine = (y >= 0) & (y < limit) & (y == np.floor(y))
+    if not fine.all():
+        row = int(np.argmin(fine))
+        raise InputError(f"{message}: row {row} holds {y[row]:g}")
 
 
 # ---- splits made here ----------------------------------------------------------------------------
@@ -803,10 +820,14 @@ def _leaf_users(content: object, dataset: str) -> dict[str, tuple[np.ndarray, np
         y = _numbers(entry["y"], np.float64, f"user {name}: y")
         if len(x) != len(y) or len(y) != size:
             raise InputError(f"user {name}: {len(x)} x, {len(y)} y, num_samples {size}: must agree")
+        x = _shaped(x, dataset, name)
+        _demand_finite(x, f"user {name}: x")
         most = CLASSES[dataset] if dataset in SHAPES else MOST_CLASSES
-        if y.ndim != 1 or (y != np.floor(y)).any() or (y < 0).any() or (y >= most).any():
-            raise InputError(f"user {name}: y must be whole numbers in 0..{most - 1}")
-        users[name] = (_shaped(x, dataset, name), y.astype(np.int64))
+        wrong = f"user {name}: y must be whole numbers in 0..{most - 1}"
+        if y.ndim != 1:
+            raise InputError(wrong)
+        _demand_labels(y, most, wrong)
+        users[name] = (x, y.astype(np.int64))
     return users
 
 
@@ -820,10 +841,7 @@ def _numbers(values: object, dtype: type, what: str) -> np.ndarray:
     if array.dtype.kind not in "iuf":
         raise InputError(f"{what} must hold numbers only")
     with np.errstate(over="ignore"):
-        array = array.astype(dtype)
-    if not np.isfinite(array).all():
-        raise InputError(f"{what} holds NaN or infinity")
-    return array
+        return array.astype(dtype)
 
 
 def _shaped(x: np.ndarray, dataset: str, name: str) -> np.ndarray:
