@@ -21,9 +21,9 @@ X, Y = RNG.normal(size=(240, 5)).astype(np.float32), np.arange(240) % 4
 TEST = {"x_test": X[:40] + 1, "y_test": Y[:40]}
 
 
-def spoiled(values: np.ndarray, place: object, by: float = np.nan) -> np.ndarray:
+def spoiled(values: np.ndarray, where: object, by: float = np.nan) -> np.ndarray:
     values = values.astype(float)
-    values[place] = by
+    values[where] = by
     return values
 
 

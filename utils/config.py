@@ -30,6 +30,7 @@ from utils.options import (
     STEP,
     Auto,
     Choice,
+    Device,
     Flag,
     Number,
     Range,
@@ -80,6 +81,13 @@ class _Model(Choice):
         return text if is_custom(text) and Text()(text) else super().__call__(text)
 
 
+# What others call some datasets; difflib would take these for other ones.
+OTHER_NAMES = {
+    "femnist": "EmnistByclass (with --split FOLDER for LEAF)",
+    "emnist": " or ".join(name for name in DATASETS if name.startswith("Emnist")),
+}
+
+
 class _Dataset(Choice):
     """Parses a dataset's name, or the path of a file of arrays."""
 
@@ -89,6 +97,11 @@ class _Dataset(Choice):
     def __call__(self, text: str) -> object:
         path = is_file(text) or is_folder(text) or (text not in DATASETS and Path(text).is_dir())
         return WholePath()(text) if path else super().__call__(text)
+
+    def hint(self, text: str) -> str:
+        """The set that is meant, also by the name of a family of which there are several."""
+        known = OTHER_NAMES.get(text.lower())
+        return f"; did you mean {known}?" if known else super().hint(text)
 
 
 class _Partition(Text):
@@ -241,7 +254,7 @@ class Config(_Declared):
     )
     scaffold_option: int = option(2, Choice((1, 2)), "how c_i is updated: option I or II")
     eval_every: int = option(1, Number(int, 0, 10**9), "rounds between evaluations; 0: never")
-    gpu: int = option(0, Number(int, -1, 10**6), "CUDA device; -1: CPU")
+    gpu: int = option(0, Device(), "CUDA device; -1: CPU")
     block_size: int | str = option(
         "auto", Auto(), "users trained in lockstep; 0: one at a time (reference engine)"
     )
@@ -274,9 +287,8 @@ class Config(_Declared):
         algorithm = checked(FIELDS["algorithm"], algorithm, "Config: algorithm")
         given = ALGORITHMS[algorithm].defaults | given
         if unknown := [name for name in given if name not in FIELDS]:
-            near = difflib.get_close_matches(unknown[0], FIELDS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InputError(f"Config: {unknown[0]}: unknown option{hint}")
+            hint = meant(unknown[0], FIELDS)
+            raise InputError(f"Config: {unknown[0]}: unknown option{hint and f'; {hint}'}")
         given = {name: checked(FIELDS[name], v, f"Config: {name}") for name, v in given.items()}
         for name, field in FIELDS.items():
             object.__setattr__(self, name, given.get(name, field.default))
@@ -394,8 +406,25 @@ FILES = {
 
 
 # What other projects call some options.
-COMMON = {"--lr": "--learning_rate", "--rounds": "--num_global_iters", "--epochs": "--local_epochs"}
-COMMON |= {"--clients": "--numusers", "--lambda": "--lamda", "--alpha": "--learning_rate"}
+COMMON = {
+    **{"lr": "learning_rate", "alpha": "learning_rate", "lambda": "lamda", "clients": "numusers"},
+    **{"rounds": "num_global_iters", "num_rounds": "num_global_iters", "epochs": "local_epochs"},
+    **{"weight_decay": "inner_weight_decay"},
+}
+
+
+def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The known option that an unknown name stands for, as a question; empty if there is none.
+
+    Of an algorithm's own option that others call otherwise it says what it is, and whose.
+    """
+    other = COMMON.get(name)
+    if other not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        return f"did you mean {prefix}{near[0]}?" if near else ""
+    readers = [a for a, cls in ALGORITHMS.items() if other in cls.reads()]
+    about = f" ({FIELDS[other].metadata['help']}; {', '.join(readers)})" if readers else ""
+    return f"did you mean {prefix}{other}{about}?"
 
 
 def parse_value(name: str, text: str, where: str) -> object:
@@ -424,6 +453,9 @@ def read_yaml(path: str) -> yaml.MappingNode:
     return node
 
 
+QUOTES = 'a partition between braces or brackets needs quotes: "SCHEME:key=value,..."'
+
+
 def yaml_items(
     node: yaml.Node, known: Iterable[str], where: str, section: str = ""
 ) -> dict[str, yaml.Node]:
@@ -440,8 +472,9 @@ def yaml_items(
     for name, value in node.value:
         key = name.value if isinstance(name, yaml.ScalarNode) else "a list or mapping"
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else valid
+            # { } ends a plain text at its first comma.
+            torn = QUOTES if node.flow_style and "=" in key else ""
+            hint = torn or meant(key, known) or valid
             raise InputError(f"{where}: unknown key {key!r}{inside}; {hint}")
         if key in found:
             raise InputError(f"{where}: {key} is given twice")
@@ -459,7 +492,8 @@ def yaml_option(key: str, node: yaml.Node, where: str) -> object:
 def yaml_text(key: str, node: yaml.Node, where: str) -> str:
     """A single value's text; raises InputError for anything else."""
     if not isinstance(node, yaml.ScalarNode) or node.value in ("", "null", "~"):
-        raise InputError(f"{where}: {key} needs a single value")
+        torn = f"; {QUOTES}" if key == "partition" else ""
+        raise InputError(f"{where}: {key} needs a single value{torn}")
     return node.value
 
 
@@ -522,13 +556,13 @@ def parse_command_line(argv: Sequence[str]) -> tuple[dict[str, object], dict[str
 
 
 def _check_names(argv: Sequence[str]) -> None:
-    known = [f"--{name}" for name in (*FIELDS, *FILES, "help")]
+    known = (*FIELDS, *FILES, "help")
     for word in argv:
-        name = word.split("=")[0]
-        if name.startswith("--") and name not in known:
-            near = COMMON.get(name) or next(iter(difflib.get_close_matches(name, known[:-1])), "")
-            hint = f"; did you mean {near}?" if near else "; see --help"
-            raise InputError(f"{name}: unknown option{hint}")
+        option = word.split("=")[0]
+        name = option.removeprefix("--")
+        if option.startswith("--") and name not in known:
+            hint = meant(name, known[:-1], "--") or "see --help"
+            raise InputError(f"{option}: unknown option; {hint}")
 
 
 def notices(config: Config, given: Iterable[str]) -> list[str]:

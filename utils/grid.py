@@ -92,7 +92,7 @@ def _single(node: yaml.MappingNode, where: str) -> dict[str, object]:
     sections = [pair for pair in node.value if pair[0].value in [*collection.KEYS]]
     rest = [pair for pair in node.value if pair not in sections]
     translated = collection.translate(sections, where, say) if sections else {}
-    own = _options(yaml.MappingNode(node.tag, rest), where)
+    own = _options(yaml.MappingNode(node.tag, rest, flow_style=node.flow_style), where)
     if twice := own.keys() & translated.keys():
         raise InputError(f"{where}: {min(twice)} is given twice")
     return own | {

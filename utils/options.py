@@ -98,6 +98,19 @@ class Auto(Number):
         return text if text == "auto" else super().__call__(text)
 
 
+class Device(Number):
+    """The number of a CUDA device, or -1."""
+
+    def __init__(self) -> None:
+        super().__init__(int, -1, 10**6)
+
+    def hint(self, text: str) -> str:
+        """What torch's name of a device is here."""
+        kind, _, index = text.lower().partition(":")
+        numbers = {"cpu": "-1", "cuda": index or "0", "gpu": index or "0"}
+        return f"; did you mean {numbers[kind]} ({text})?" if kind in numbers else ""
+
+
 class Range(Number):
     """Two whole numbers LO HI, both >= 1: `2 5` or `[2, 5]`."""
 

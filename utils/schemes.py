@@ -514,9 +514,10 @@ def spelled(text: str) -> tuple[str, dict[str, str]]:
     """The scheme of SCHEME[:key=value,...], and its arguments still as texts."""
     scheme, colon, rest = text.partition(":")
     if scheme not in PARTITIONS:
-        raise InputError(
-            f"partition {text!r}: unknown scheme {scheme!r}{_near(scheme, PARTITIONS)}"
-        )
+        # A list in YAML tears SCHEME:key=value,key=value at its commas.
+        torn = "; where YAML has brackets, SCHEME:key=value,... needs quotes"
+        hint = torn if "=" in scheme else _near(scheme, PARTITIONS)
+        raise InputError(f"partition {text!r}: unknown scheme {scheme!r}{hint}")
     given: dict[str, str] = {}
     for item in rest.split(",") if colon else ():
         key, equals, value = item.partition("=")
