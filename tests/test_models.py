@@ -1,6 +1,8 @@
 """The models: sizes, initial values, one step on every kind of data, models from a file."""
 
+import hashlib
 import itertools
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,10 +15,11 @@ from torch import nn
 
 import main
 from FLAlgorithms.trainmodel.classifier import batch_norms
+from FLAlgorithms.trainmodel.custom import pinned
 from FLAlgorithms.trainmodel.models import ALIASES, MODELS, build_model, usual_norm
 from tests.test_engine import assert_same, run
 from tests.toys import blobs, flat, run_main
-from utils.config import Config
+from utils.config import Config, parse_value
 from utils.errors import InputError
 from utils.jobs import prepare
 from utils.model_utils import Source
@@ -274,18 +277,69 @@ def test_a_model_from_a_file_trains_as_the_same_one_of_ours(leaf):
     assert main.main(["--verify", str(theirs)]) == 0
 
 
-def test_the_file_s_text_is_part_of_the_configuration(leaf, capsys):
+def test_the_file_s_code_is_part_of_the_configuration(leaf):
     words = ["--algorithm", "FedAvg", "--model"]
     _, out = run_main(leaf, *words, custom(leaf))
     (first,) = out.glob("*_Net_*_0.h5")
-    run_main(leaf, *words, custom(leaf, NET + "# a remark\n"))
-    assert len(list(out.glob("*_Net_*_0.h5"))) == 2
+    laid_out = NET.replace("(shape[0], classes)", "(\n            shape[0],\n classes,)")
+    for same in (NET + "# a remark\n", NET.replace("\n\n", "\n\n\n"), laid_out):
+        run_main(leaf, *words, custom(leaf, same))
+        assert [*out.glob("*_Net_*_0.h5")] == [first], "remarks and layout"
     (leaf / "elsewhere").mkdir()
     run_main(leaf, *words, custom(leaf / "elsewhere"))
-    assert len(list(out.glob("*_Net_*_0.h5"))) == 2, "the same text in another folder"
+    assert [*out.glob("*_Net_*_0.h5")] == [first], "the same text in another folder"
+    run_main(leaf, *words, custom(leaf, NET.replace("self.layer(x)", "2 * self.layer(x)")))
+    assert len(list(out.glob("*_Net_*_0.h5"))) == 2, "other code"
+    run_main(leaf, *words, custom(leaf, NET.replace("self.layer(x)", "0 * self.layer(x)")))
+    assert len(list(out.glob("*_Net_*_0.h5"))) == 3, "another constant"
     run_main(leaf, *words, custom(leaf, kind="Wide"))
     assert len(list(out.glob("*_Wide_*_0.h5"))) == 1
-    assert first.exists()
+
+
+def test_files_that_recorded_the_hash_of_the_bytes_are_still_run_again(leaf, capsys, monkeypatch):
+    name = custom(leaf, text := NET + "# as it was then\n")
+    old = f"{name}@{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    words = ["--algorithm", "FedAvg", "--model", old]
+    _, out = run_main(leaf, *words)
+    (path,) = out.glob("*_Net_*_0.h5")
+    with h5py.File(path) as file:
+        assert json.loads(file.attrs["config"])["model"] == old
+    forget(monkeypatch)
+    assert main.main(["--verify", str(path)]) == 0
+    assert main.main(["--replay", str(path)]) == 0
+    run_main(leaf, *words, "--resume")
+    assert "finished and kept: 1 repetition" in capsys.readouterr().err
+    custom(leaf, text + "# and a remark\n")
+    forget(monkeypatch)
+    assert main.main(["--verify", str(path)]) == 2
+    assert re.search(r"net.py: has changed .hash \w{8}, recorded \w{8}", capsys.readouterr().err)
+
+
+def test_the_hash_of_the_code_is_the_same_in_every_version(tmp_path):
+    """Written down here, and so checked by whichever version runs the tests."""
+    text = NET.replace("pass", "tags: tuple[str, ...] = (f'{1:>3}', b'a', None, 1.5)  # remark")
+    assert pinned(custom(tmp_path, text)).endswith("net.py:Net@eef182aa")
+
+
+def test_a_file_s_whole_path_is_recorded(leaf, tmp_path, monkeypatch):
+    custom(leaf)
+    monkeypatch.chdir(leaf)
+    _, out = run_main(leaf, "--algorithm", "FedAvg", "--model", "net.py:Net")
+    (path,) = out.glob("Synthetic_Net_*_0.h5")
+    with h5py.File(path) as file:
+        assert json.loads(file.attrs["config"])["model"].startswith(f"{leaf / 'net.py'}:Net@")
+    monkeypatch.chdir(tmp_path)
+    forget(monkeypatch)
+    assert main.main(["--replay", str(path)]) == 0
+    assert Config(model="net.py:Net").model == f"{tmp_path / 'net.py'}:Net"
+    foreign = r"C:\work\net.py:Net@01234567"
+    assert parse_value("model", foreign, "model") == Config(model=foreign).model == foreign
+
+
+def forget(monkeypatch):
+    """As in another process, which has not read the file yet."""
+    for name in [n for n in sys.modules if n.startswith("net_")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_changed_file_is_not_taken_for_the_recorded_one(leaf, capsys, monkeypatch):
@@ -293,8 +347,7 @@ def test_a_changed_file_is_not_taken_for_the_recorded_one(leaf, capsys, monkeypa
     (first,) = out.glob("*_Net_*_0.h5")
     custom(leaf, NET.replace("self.layer(x)", "2 * self.layer(x)"))
     assert main.main(["--verify", str(first)]) == 0, "this process still has the recorded text"
-    for name in [n for n in sys.modules if n.startswith("net_")]:
-        monkeypatch.delitem(sys.modules, name)
+    forget(monkeypatch)
     assert main.main(["--verify", str(first)]) == 2
     assert "net.py: has changed (hash" in capsys.readouterr().err
 
@@ -375,7 +428,7 @@ def test_a_model_that_fails_later_keeps_what_was_measured(leaf, capsys):
 
 def test_a_missing_file_and_a_model_that_does_not_stack(leaf, capsys):
     assert run_main(leaf, "--algorithm", "FedAvg", "--model", "nosuch.py:Net")[0] == 2
-    assert "--model nosuch.py: No such file" in capsys.readouterr().err
+    assert f"--model {Path('nosuch.py').resolve()}: No such file" in capsys.readouterr().err
     name = custom(leaf, NET.replace("self.layer(x)", "self.layer(x) * float(x.sum().item() > -1)"))
     assert run_main(leaf, "--algorithm", "FedAvg", "--model", name)[0] == 0
     capsys.readouterr()

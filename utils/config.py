@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from FLAlgorithms.servers import ALGORITHMS
-from FLAlgorithms.trainmodel.custom import is_custom
+from FLAlgorithms.trainmodel.custom import is_custom, whole
 from FLAlgorithms.trainmodel.models import MODELS
 from FLAlgorithms.trainmodel.vision import NORMS
 from utils.errors import InputError, Parser
@@ -78,7 +78,7 @@ class _Model(Choice):
         super().__init__(MODELS, ", or FILE.py:Class")
 
     def __call__(self, text: str) -> str:
-        return text if is_custom(text) and Text()(text) else super().__call__(text)
+        return whole(Text()(text)) if is_custom(text) else super().__call__(text)
 
 
 # What others call some datasets; difflib would take these for other ones.

@@ -170,9 +170,7 @@ def checked(field: dataclasses.Field, value: object, where: str) -> object:
         parsed = parse(text)
     except (ValueError, KeyError, OverflowError):
         raise _not_valid(parse, value, where) from None
-    if type(parsed) is type(value):
-        return value
-    if type(parsed) is float and type(value) is int:
+    if type(parsed) is type(value) or (type(parsed) is float and type(value) is int):
         return parsed
     raise _not_valid(parse, value, where)
 

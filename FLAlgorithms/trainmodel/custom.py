@@ -1,12 +1,14 @@
 """`--model FILE.py:Class`: a model of the user's own.
 
 The class takes (shape, classes): the shape of one sample and the number of classes, and optionally
-`norm`; it returns logits (batch, classes). A run records FILE.py:Class@HASH, the hash of the file's
-bytes; a file that has changed since then is refused.
+`norm`; it returns logits (batch, classes). A run records FILE.py:Class@HASH, the hash of the parsed
+file: comments and layout do not count. A file whose code has changed since then is refused. Older
+runs recorded the hash of the bytes, which is accepted as well.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import sys
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from FLAlgorithms.trainmodel.classifier import Classifier, with_loss
 from utils.errors import InputError
+from utils.files import is_foreign
 
 
 class _Guest:
@@ -53,6 +56,12 @@ def label(name: str) -> str:
 def file_hash(name: str) -> str:
     """The hash that the name of a model carries; empty without."""
     return _parts(name)[2] if is_custom(name) else ""
+
+
+def whole(name: str) -> str:
+    """A custom model's name with its file's whole path, unless that is of another system."""
+    path, _, rest = name.rpartition(":")
+    return name if is_foreign(path) else f"{Path(path).resolve()}:{rest}"
 
 
 def pinned(name: str) -> str:
@@ -121,10 +130,12 @@ def _module(name: str) -> types.ModuleType:
         content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"--model {path}: {error.strerror}") from None
-    found = hashlib.sha256(content).hexdigest()[:8]
-    if digest not in ("", found):
+    with told(name, "when the file is read"):
+        tree = ast.parse(content, path)
+        found = _short(repr(_code(tree)).encode())
+    if digest not in ("", found, _short(content)):
         raise InputError(f"--model {path}: has changed (hash {found}, recorded {digest})")
-    key = f"{stem}_{found}"
+    key = f"{stem}_{digest or found}"
     if key not in sys.modules:
         module = types.ModuleType(key)
         module.__file__ = path
@@ -132,8 +143,23 @@ def _module(name: str) -> types.ModuleType:
         sys.modules[key] = module
         try:
             with told(name, "when the file is read"), torch.random.fork_rng(devices=[]):
-                exec(compile(content, path, "exec"), module.__dict__)
+                exec(compile(tree, path, "exec"), module.__dict__)
         except InputError:
             del sys.modules[key]
             raise
     return sys.modules[key]
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def _code(node: object) -> object:
+    """A syntax tree as nested tuples.
+
+    Fields that say nothing are left out: versions of Python differ in which of these there are.
+    """
+    if isinstance(node, ast.AST):
+        fields = [(name, _code(value)) for name, value in ast.iter_fields(node)]
+        return (type(node).__name__, *(field for field in fields if field[1] not in (None, ())))
+    return tuple(map(_code, node)) if isinstance(node, list) else node
