@@ -629,7 +629,7 @@ def test_what_python_may_say():
     found = (config.lamda, config.numusers, config.learning_rate, config.results_dir)
     assert found == (3.0, 7, 0.1, "r")
     assert [type(v) for v in found] == [float, int, float, str]
-    assert config.data_dir == "relative"
+    assert config.data_dir == str(Path("relative").resolve())
     assert (config.block_size, config.local_epochs_range, config.tf32) == (20, (2, 5), True)
     assert Config(algorithm="pFedMe") == Config()
     assert pFedMe.defaults == {}

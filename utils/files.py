@@ -121,3 +121,9 @@ def open_h5(path: Path) -> Iterator[h5py.File]:
     except Exception as error:  # h5py answers damaged bytes with errors of many kinds
         why = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"{path}: damaged, or no result file of main.py ({why})") from None
+
+
+def partner(file: h5py.File, path: Path) -> Path:
+    """The `_p` file of a main file and the other way round; `path`: of the open one."""
+    suffix = ".part" if path.suffix == ".part" else ""
+    return path.with_name(str(file.attrs["partner"]) + suffix)

@@ -23,8 +23,9 @@ from utils.errors import InputError
 from utils.grid import Grid, Run
 from utils.model_utils import (
     Source,
+    about_scale,
     default_normalize,
-    features,
+    normalized,
     read_data,
     reads_folder,
     split_folders,
@@ -57,6 +58,7 @@ class Job:
     data: FederatedData
     normalize: str
     first: Split  # of repetition 0: what the files are named after
+    scaling: dict[str, np.ndarray]  # what `normalize` does: mean and factor
 
     def model(self, repetition: int) -> Classifier:
         """The repetition's initial model."""
@@ -73,6 +75,7 @@ class Job:
     def recorder(self, repetition: int, progress: Watch | None) -> Recorder:
         """A recorder that writes where the configuration says."""
         facts = {"device": str(self.data.x.device), "normalize": self.normalize}
+        facts |= {"scaling": self.scaling, "shape": self.shape, "classes": self.classes}
         return Recorder(self.config, self.split, repetition, facts, progress, self.first)
 
 
@@ -110,11 +113,12 @@ def prepare(config: Config, source: Source, split: Split, first: Split | None = 
     normalize = config.normalize or default_normalize(source, split)
     model = _model(config, source.shape, source.classes, config.seed)
     _check_model(model, config, source, split)
-    x = features(source, split, normalize)
+    x, scaling = normalized(source, split, normalize)
     data = federate(source, split, x, model.flat, config.test_set == "global")
     x = data.x.to(_device(config.gpu), getattr(torch, config.dtype))
     data = FederatedData(x, data.y.to(x.device), data.sizes)
-    return Job(config, source.shape, source.classes, split, data, normalize, first or split)
+    facts = {"normalize": normalize, "scaling": scaling, "first": first or split}
+    return Job(config, source.shape, source.classes, split, data, **facts)
 
 
 def _model(config: Config, shape: tuple[int, ...], classes: int, seed: int) -> Classifier:
@@ -255,6 +259,8 @@ class Plan:
         model = _model(config, source.shape, source.classes, config.seed)
         _check_model(model, config, source, split)
         for line in _about_split(config, source, split):
+            say(f"notice: {line}")
+        if "normalize" not in run.given and (line := about_scale(source, split)):
             say(f"notice: {line}")
         check_writable(result_path(config, split, True, "avg"))
         for repetition in config.repetitions:

@@ -913,21 +913,54 @@ NORMALIZE: dict[str, Callable[[Source, Split], tuple[np.ndarray, np.ndarray]]] =
 
 
 def features(source: Source, split: Split, normalize: str) -> np.ndarray:
-    """All samples as float32 (M, *shape), x -> (x - mean) / scale computed in float64.
+    """All samples as float32 (M, *shape), see `normalized`."""
+    return normalized(source, split, normalize)[0]
 
-    "pixel", "channel": mean and std over the users' train rows only, a row counted as often as it
-    is held; "published": (std + 0.001) over all samples, test included.
+
+def normalized(
+    source: Source, split: Split, normalize: str
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """All samples as float32 (M, *shape): (x - mean) factor, computed in float64; mean and factor.
+
+    "pixel", "channel": mean and 1 / std over the users' train rows only, a row counted as often as
+    it is held; "published": 1 / (std + 0.001) over all samples, test included. What is constant
+    has the factor 0.
     """
     _choose(normalize, NORMALIZE, "normalize")
     source = _skewed(source, split)
-    if normalize == "none":
-        return source.x.astype(np.float32, copy=False)
     mean, factor = NORMALIZE[normalize](source, split)
+    scaling = {"mean": mean, "factor": factor}
+    if normalize == "none":  # the same without a copy
+        return source.x.astype(np.float32, copy=False), scaling
     out = np.empty(source.x.shape, np.float32)
     for rows in _chunks(np.arange(len(out)), source.x):
         part = slice(rows[0], rows[-1] + 1)
         np.multiply(source.x[part] - mean, factor, out=out[part], casting="same_kind")
-    return out
+    return out, scaling
+
+
+# A feature beyond has a root mean square far from that of standardised data, 1, or of 0..1.
+MOST_SCALE = 5
+MOST_RATIO = 100  # between the largest feature and the median one
+LOOKED_AT = 10_000  # train rows
+
+
+def about_scale(source: Source, split: Split) -> str:
+    """What is unusual about vectors or LEAF data that go in as they are; empty if nothing is."""
+    rows = np.concatenate(split.train)
+    if not len(rows) or default_normalize(source, split) != "none":
+        return ""
+    mean, variance = _moments(source.x, rows[:: -(-len(rows) // LOOKED_AT)])
+    scale = np.sqrt(mean**2 + variance)
+    largest, median = scale.max(), np.median(scale[scale > 0]) if scale.any() else 0
+    # Standardised features have 1, those in 0..1 less, however unequal they are.
+    if largest > MOST_SCALE or (largest > 1.5 and largest > MOST_RATIO * median):
+        return (
+            "the features go in as they are, and they are large or unequal (root mean square"
+            f" {largest:.3g} of the largest, {median:.3g} of the median one); --normalize pixel"
+            " gives each the mean 0 and the variance 1"
+        )
+    return ""
 
 
 def _skewed(source: Source, split: Split) -> Source:

@@ -21,7 +21,7 @@ from FLAlgorithms.evaluation import Metrics
 from FLAlgorithms.servers.serverbase import Diverged
 from utils.config import FIELDS, Config, parse_value, say
 from utils.errors import InputError
-from utils.files import open_h5
+from utils.files import open_h5, partner
 from utils.jobs import Job, prepare, read
 from utils.model_utils import read_source
 from utils.partition import Split, check, group_name
@@ -33,9 +33,9 @@ GOLDEN_MANIFEST = {"scheme": "golden", "dataset": "Mnist"}
 GOLDEN = {"dataset": "Mnist", "semantics": "authors", "normalize": "published"}
 OVERRIDES = ("num_global_iters", "results_dir", "gpu", "block_size", "threads", "eval_every")
 OVERRIDES += ("data_dir",)
-# Arrays that files of earlier versions lack.
-ADDED = ("normalize", "users", "work")
 ACCURACIES = {"rs_glob_acc": "test", "rs_train_acc": "train"}
+# Groups and arrays that files written before they were known lack.
+ADDED = ("normalize", "users", "work")
 EARLY = 5  # rounds after which rounding has not grown yet
 LOSSES = {"rs_train_loss": "train", "rs_test_loss": "test"}
 
@@ -77,17 +77,11 @@ def read_recording(path: str, given: dict[str, object]) -> Recording:
     with open_h5(Path(path)) as file:
         if file.attrs.get("evaluates", "global") == "global":
             return _read(file, path, given)
-        main_path = _partner(file, path)
+        main_path = partner(file, Path(path))
     with open_h5(main_path) as file:
         if file.attrs["evaluates"] != "global":
             raise ValueError("its partner is no file of the global model")
         return _read(file, str(main_path), given)
-
-
-def _partner(file: h5py.File, path: str) -> Path:
-    """The `_p` file of a main file and the other way round."""
-    suffix = ".part" if path.endswith(".part") else ""
-    return Path(path).with_name(str(file.attrs["partner"]) + suffix)
 
 
 def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
@@ -119,9 +113,9 @@ def _read(file: h5py.File, path: str, given: dict[str, object]) -> Recording:
         if missing := [name for name in CURVES if name not in curves]:
             raise ValueError(f"{missing[0]} is missing or no list of numbers")
         rounds[""] = file["round"][()]
-        partner = _partner(file, path)
-        if partner.exists():
-            with open_h5(partner) as other:
+        personal = partner(file, Path(path))
+        if personal.exists():
+            with open_h5(personal) as other:
                 for name, values in _curves(other).items():
                     curves[f"{name}_per" if name.startswith("rs_") else name] = values
                 rounds["_per"] = other["round"][()]
@@ -350,7 +344,7 @@ def verify(path: str, given: dict[str, object]) -> int:
         originals = [Path(recording.path)]
         if len(written) > 1:
             with open_h5(Path(recording.path)) as file:
-                originals.append(_partner(file, str(recording.path)))
+                originals.append(partner(file, Path(recording.path)))
         differing = [
             line
             for new, old in zip(written, originals, strict=True)
@@ -375,10 +369,11 @@ def _differences(old: Path, new: Path) -> list[str]:
             )
         found.append(arrays)
     a, b = found
+    lacking = set(ADDED) - {name.split("/")[0] for name in a}
     lines = [
         f"{old.name}: {name} is in one of the two only"
         for name in sorted(a.keys() ^ b.keys())
-        if name in a or name.split("/")[0] not in ADDED
+        if name.split("/")[0] not in lacking
     ]
     for name in sorted(a.keys() & b.keys()):
         floats = a[name].dtype.kind == "f"

@@ -147,9 +147,11 @@ class Recorder:
         progress: Watch | None = None,
         first: Split | None = None,
     ) -> None:
-        """`config`: all switches resolved; `facts`: `device` and `normalize` as really used.
+        """`config`: all switches resolved; `facts`: what the data and the machine made of it.
 
-        `first`: repetition 0's split, if another; all repetitions' files are named after it.
+        That is `device` and `normalize` as really used, `scaling` (mean and factor: the model gets
+        (x - mean) factor), `shape` of a raw sample, and `classes`. `first`: repetition 0's split,
+        if another; all repetitions' files are named after it.
         """
         self.config, self.split, self.repetition = config, split, repetition
         first = first or split
@@ -328,6 +330,9 @@ class Recorder:
             self._write_work(file)
             _write_group(file, "init", self.init)
             _write_group(file, "final", self._state())
+            _write_group(file, "normalize", self.facts["scaling"])
+            for name in ("shape", "classes"):
+                file["normalize"].attrs[name] = self.facts[name]
             write_split(file, self.split)
         primary = self.config.primary
         if primary:
