@@ -492,8 +492,9 @@ def test_ctrl_c_keeps_what_was_measured(times, jobs, lockstep, leaf):
 
 
 def test_a_toy_algorithm_is_two_files_and_one_line(leaf, tmp_path):
-    """The examples of the README, as they stand there."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The examples of the README and of docs/ALGORITHMS.md, as they stand there."""
+    texts = (ROOT / "README.md", ROOT / "docs" / "ALGORITHMS.md")
+    readme = "\n".join(path.read_text(encoding="utf-8") for path in texts)
     blocks = re.findall(r"```python\n# (FLAlgorithms/\S+)\n(.*?)```", readme, re.S)
     lines = re.findall(r'^ {4}"(\w+)": \1,  # the new line$', readme, re.M)
     assert [Path(name).parent.name for name, _ in blocks] == ["users", "servers"] * len(lines)

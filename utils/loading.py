@@ -19,6 +19,7 @@ from FLAlgorithms.trainmodel.models import build_model
 from utils.config import Config
 from utils.errors import InputError
 from utils.files import open_h5, partner
+from utils.partition import group_name
 
 
 class Loaded(nn.Module):
@@ -80,8 +81,8 @@ def _personalise(model: Classifier, path: Path, user: str) -> None:
     with open_h5(path) as file, torch.no_grad():
         if "personal" not in file:
             raise InputError(f"{path}: holds no personalised models; --save_models keeps them")
-        if user not in file["personal"]:
+        if group_name(user) not in file["personal"]:
             few = ", ".join(list(file["personal"])[:3])
             raise InputError(f"{path}: no user {user!r}; there are {few}, ...")
-        for name, value in file[f"personal/{user}"].items():
+        for name, value in file[f"personal/{group_name(user)}"].items():
             named[name].copy_(torch.as_tensor(value[()]))
