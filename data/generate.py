@@ -16,6 +16,7 @@ from utils.model_utils import (
     keep_split,
     make_split,
     partition_path,
+    reads_folder,
     shown,
     split_path,
     undivided,
@@ -87,7 +88,7 @@ def _partition(argv: Sequence[str] | None) -> int:
         epilog="SCHEME:key=value,... as in main.py's --partition is understood, too.",
         allow_abbrev=False,
     )
-    parser.add_argument("dataset", help=f"{', '.join(DATASETS)}, or a FILE.npz")
+    parser.add_argument("dataset", help=f"{', '.join(DATASETS)}, a FILE.npz or a LEAF FOLDER")
     schemes = parser.add_subparsers(dest="scheme", required=True, metavar="SCHEME")
     for scheme, deal in PARTITIONS.items():
         text = deal.__doc__.splitlines()[0].replace("%", "%%")
@@ -110,9 +111,15 @@ def _partition(argv: Sequence[str] | None) -> int:
     data_dir, output = given.pop("data_dir", None), given.pop("output", None)
     chosen = partition_of(scheme, given)
     path = _path(output)
+    if dataset not in DATASETS and Path(dataset).is_dir():
+        dataset = str(Path(dataset).resolve())
     source = undivided(dataset, data_dir)
-    path = path or partition_path(source, chosen)
-    _write(source, dealt(source, chosen), path)
+    path, split = path or partition_path(source, chosen), dealt(source, chosen)
+    if data_dir is not None and not reads_folder(dataset, split):
+        line = f"notice: --data_dir has no effect: {source.name} is not read from there"
+        print(line, file=sys.stderr)
+        data_dir = None
+    _write(source, split, path)
     how = f"--partition {chosen}" if output is None else f"--split {shown(path)}"
     how += "" if data_dir is None else f" --data_dir {data_dir}"
     print(f"use it:  python main.py --dataset {dataset} {how}")

@@ -574,6 +574,17 @@ def test_a_data_dir_that_nothing_is_read_from_is_told(inputs, capsys):
         assert run(*words) == 0 and "--data_dir" not in capsys.readouterr().err
 
 
+def test_partitions_of_files_and_folders_by_hand(inputs, capsys):
+    folder = leaf(inputs / "vehicle", train=LEAF, test=LEAF)
+    for dataset in ("plain.npz", "vehicle"):
+        assert generate.partition([dataset, "iid", "--users", "4", "--data_dir", "nowhere"]) == 0
+        printed, said = capsys.readouterr()
+        name = Path(dataset).stem
+        assert f"notice: --data_dir has no effect: {name} is not read from there\n" in said
+        assert " --data_dir" not in printed.splitlines()[-1]
+    assert f"main.py --dataset {folder} --partition iid:users=4" in printed
+
+
 def test_a_partition_says_its_name_once(inputs, capsys):
     np.savez("names.npz", x=X, y=Y, user=np.array(["..", *"bcdefghij"])[USER])
     for words in (["--dataset", "names.npz"], ["--dataset", "names.npz", "--partition", "fednova"]):
