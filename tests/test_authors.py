@@ -643,6 +643,7 @@ def test_a_job_runs_in_a_thread_beside_the_main_one(leaf):
     assert codes == [0]
 
 
+@pytest.mark.slow  # three processes that import torch; the thread itself is tested above
 def test_processes_are_started_from_a_thread(leaf, tmp_path):
     """Also the import of main.py."""
     words = ["--dataset", "Synthetic", "--split", str(leaf), "--num_global_iters", "1"]

@@ -316,6 +316,7 @@ OTHER = {
     **{"stragglers": 0.7, "local_epochs_range": (1, 2), "user_dropout": 0.5},
     **{"finetune_steps": None, "scaffold_option": 1, "eval_every": None, "dtype": None},
     **{"tf32": None, "norm": None, "pretrained": None, "bn": None, "test_set": None},
+    "shared_split": None,
 }
 
 

@@ -269,7 +269,7 @@ def test_the_comparison_finds_the_results_where_the_file_says(grid, tmp_path, mo
     assert (tmp_path / "out" / "three.png").exists()
     # A folder that is named is where its figures go.
     assert main_plot.main(["out"]) == 0
-    assert (tmp_path / "out" / "Synthetic_mclr.png").exists()
+    assert (tmp_path / "out" / "leaf_mclr.png").exists()
     assert not (tmp_path / "results").exists()
 
 

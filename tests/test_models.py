@@ -358,7 +358,7 @@ def test_drawing_a_custom_model(leaf, tmp_path, monkeypatch):
     _, out = run_main(leaf, "--algorithm", "FedAvg", "--model", custom(leaf))
     monkeypatch.chdir(tmp_path)
     assert main_plot.main(["--results_dir", str(out), "--model", "Net"]) == 0
-    assert (out / "Synthetic_Net.png").exists() or (tmp_path / "Synthetic_Net.png").exists()
+    assert (out / "leaf_Net.png").exists() or (tmp_path / "leaf_Net.png").exists()
 
 
 def test_the_example_of_the_readme(tmp_path):

@@ -528,7 +528,7 @@ def test_ctrl_c_before_the_first_round_is_130(leaf, monkeypatch, capsys):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("utils.jobs.features", stop)
+    monkeypatch.setattr("utils.jobs.normalized", stop)
     code, _ = run_main(leaf)
     assert code == 130
     assert capsys.readouterr().err.startswith("interrupted; ")
