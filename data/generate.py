@@ -12,11 +12,12 @@ from utils.model_utils import (
     DATASETS,
     RECIPES,
     Source,
+    about_data_dir,
     dealt,
+    is_folder,
     keep_split,
     make_split,
     partition_path,
-    reads_folder,
     shown,
     split_path,
     undivided,
@@ -111,13 +112,12 @@ def _partition(argv: Sequence[str] | None) -> int:
     data_dir, output = given.pop("data_dir", None), given.pop("output", None)
     chosen = partition_of(scheme, given)
     path = _path(output)
-    if dataset not in DATASETS and Path(dataset).is_dir():
+    if is_folder(dataset):
         dataset = str(Path(dataset).resolve())
     source = undivided(dataset, data_dir)
     path, split = path or partition_path(source, chosen), dealt(source, chosen)
-    if data_dir is not None and not reads_folder(dataset, split):
-        line = f"notice: --data_dir has no effect: {source.name} is not read from there"
-        print(line, file=sys.stderr)
+    if line := about_data_dir(dataset, split, data_dir):
+        print(f"notice: {line}", file=sys.stderr)
         data_dir = None
     _write(source, split, path)
     how = f"--partition {chosen}" if output is None else f"--split {shown(path)}"

@@ -95,7 +95,7 @@ class _Dataset(Choice):
         super().__init__(DATASETS, ", or a FILE.npz, or a FOLDER of LEAF JSON")
 
     def __call__(self, text: str) -> object:
-        path = is_file(text) or is_folder(text) or (text not in DATASETS and Path(text).is_dir())
+        path = is_file(text) or is_folder(text)
         return WholePath()(text) if path else super().__call__(text)
 
     def hint(self, text: str) -> str:

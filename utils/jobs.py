@@ -23,11 +23,11 @@ from utils.errors import InputError
 from utils.grid import Grid, Run
 from utils.model_utils import (
     Source,
+    about_data_dir,
     about_scale,
     default_normalize,
     normalized,
     read_data,
-    reads_folder,
     split_folders,
 )
 from utils.parallel import run_parallel
@@ -293,8 +293,8 @@ def _about_split(config: Config, source: Source, split: Split) -> list[str]:
         judged = ", but the official test rows have them" if config.test_set == "global" else ""
         names = " ".join(map(str, omitted[:MOST_LABELS]))
         found.append(f"no user holds the labels {names}{more}{judged}")
-    if config.data_dir is not None and not reads_folder(config.dataset, split):
-        found.append(f"--data_dir has no effect: {config.dataset_name} is not read from there")
+    if line := about_data_dir(config.dataset, split, config.data_dir):
+        found.append(line)
     held = sum(map(len, split.test))
     unseen = sum(
         len(test) > 0 and not len(train)
@@ -307,9 +307,9 @@ def _about_split(config: Config, source: Source, split: Split) -> list[str]:
         )
     rows = [*split.train, *split.test]
     official = len(source.y) - source.num_train
-    if config.test_set == "user" and all((own < source.num_train).all() for own in rows):
-        if official:
-            found.append(f"{official} official test rows are unused; --test_set global reads them")
+    users_judge = official > 0 and config.test_set == "user"
+    if users_judge and all((own < source.num_train).all() for own in rows):
+        found.append(f"{official} official test rows are unused; --test_set global reads them")
     if config.test_set == "user" and not held:
         found.append("no user has test samples, so there is no test accuracy")
     if config.test_set == "global" and held and not config.primary:

@@ -388,7 +388,9 @@ def is_file(dataset: str) -> bool:
 
 def is_folder(dataset: str) -> bool:
     """Whether a dataset is named by a folder of LEAF JSON."""
-    return not is_file(dataset) and dataset not in DATASETS and ("/" in dataset or "\\" in dataset)
+    if is_file(dataset) or dataset in DATASETS:
+        return False
+    return "/" in dataset or "\\" in dataset or Path(dataset).is_dir()
 
 
 def dataset_name(dataset: str) -> str:
@@ -406,10 +408,12 @@ def leaf_name(folder: PurePath) -> str:
     return folder.parent.name if folder.name == "data" else folder.name
 
 
-def reads_folder(dataset: str, split: Split) -> bool:
-    """Whether `data_dir` can say where the samples are: a file and LEAF say so themselves."""
+def about_data_dir(dataset: str, split: Split, data_dir: str | None) -> str:
+    """That `data_dir` is not read, where a file, a LEAF folder or nothing holds the samples."""
     named = not (is_file(dataset) or is_folder(dataset) or dataset == "Synthetic")
-    return named and split.manifest.get("scheme") != "leaf"
+    if data_dir is None or (named and split.manifest.get("scheme") != "leaf"):
+        return ""
+    return f"--data_dir has no effect: {dataset_name(dataset)} is not read from there"
 
 
 def _choose_dataset(dataset: str) -> None:
@@ -605,11 +609,9 @@ def split_folders(
     return (DATA / name / "split", *beside)
 
 
-def make_split(
-    dataset: str, recipe: Recipe, arguments: dict, data_dir: str | None = None
-) -> tuple[Source, Split]:
+def make_split(dataset: str, recipe: Recipe, arguments: dict) -> tuple[Source, Split]:
     """Draw a split by recipe, with the samples it is over."""
-    source = read_source(dataset, {"source": arguments}, data_dir)
+    source = read_source(dataset, {"source": arguments})
     return source, split_by(recipe, source, arguments)
 
 
@@ -689,9 +691,9 @@ def _kept(
         split = draw_anew()
         _keep_new(source, split, paths)
         return split
-    split, manifest = Split.load(path), (source.name, scheme, arguments)
+    split = Split.load(path)
     made = tuple(split.manifest.get(key) for key in ("dataset", "scheme", "arguments"))
-    if made != manifest:
+    if made != (source.name, scheme, arguments):
         raise InputError(
             f"split {shown(path)}: made for {made[0]} with {made[2]} ({made[1]}), expected"
             f" {arguments} ({scheme}); delete it, and it is made anew"

@@ -20,9 +20,8 @@ from matplotlib.image import imread
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from utils.errors import InputError, Parser, guarded
-from utils.partition import write_atomic
+from utils.partition import PARTS, write_atomic
 
-PARTS = ("train", "test")
 ENDINGS = (".jpg", ".jpeg")
 
 
